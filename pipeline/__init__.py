@@ -1,0 +1,1 @@
+"""Differentially private pre-training of vision foundation models, on Ray (map: README.md)."""

@@ -1,0 +1,448 @@
+"""Recipe: every knob a person can turn, in one strict YAML file.
+
+An unknown key, a wrong type or a value out of range is an error that names the field, before any
+data is read or any machine is asked for. What a recipe leaves out has the default stated here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+def _checked_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(
+            "allowed are lower-case letters, digits, '.', '_' and '-', at most 63, starting with a "
+            "letter or digit (it becomes part of paths and job ids)"
+        )
+    return value
+
+
+Name = Annotated[str, AfterValidator(_checked_name)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run as written; the message names the field and the remedy."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Dataset(_Strict):
+    """One set of images, where it comes from and whether it may be looked at.
+
+    `source` is `imagefolder:DIR`, `idx:IMAGES`, `webdataset:DIR` or `synthetic:FAMILIES?…`.
+    """
+
+    source: str
+    visibility: Literal["public", "private"]
+    domain: Name | None = None
+    """Privacy domain (private sets): every run over it composes in one ledger."""
+    num_records: PositiveInt | None = None
+    """N to plan with while the data is not prepared; the manifest's N rules at run time."""
+    image_short_side: PositiveInt = 256
+    deduplicate: Literal["exact", "none"] = "exact"
+    splits: dict[Name, Probability] | None = None
+    """Fractions, by salted hash of the record; each split is addressed as `dataset.split`."""
+    split_salt: str = "dp-pretrain"
+    records_per_shard: PositiveInt = 10_000
+
+    @model_validator(mode="after")
+    def _check(self) -> Dataset:
+        if (self.visibility == "private") != (self.domain is not None):
+            raise ValueError(
+                f"domain is {self.domain!r} for a {self.visibility} data set: a private set needs "
+                "a domain (a name for these pictures under which all runs over them compose), a "
+                "public one has none"
+            )
+        if self.splits and abs(sum(self.splits.values()) - 1) > 1e-9:
+            raise ValueError(f"splits add up to {sum(self.splits.values())}: they must add up to 1")
+        if self.source.startswith("synthetic:") and self.visibility == "private":
+            raise ValueError("visibility is private for a synthetic source: it must be public")
+        return self
+
+
+class Model(_Strict):
+    """The masked autoencoder (sizes: pipeline/models/sizes.py)."""
+
+    size: str = "base"
+    image_size: PositiveInt = 224
+    patch_size: PositiveInt = 16
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    norm_pix_loss: bool = False
+    init_seed: NonNegativeInt = 0
+    """Public seed of the first weights."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Model:
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"patch_size is {self.patch_size}: it must divide image_size {self.image_size}"
+            )
+        return self
+
+
+class Optimizer(_Strict):
+    """AdamW (or SGD) with linear warm-up and half-cosine decay, a pure function of the step."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: PositiveFloat | None = None
+    base_learning_rate: PositiveFloat | None = None
+    """Learning rate per 256 images of the logical batch: lr = base_learning_rate x B / 256."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["cosine", "constant"] = "cosine"
+
+    @model_validator(mode="after")
+    def _check(self) -> Optimizer:
+        if (self.learning_rate is None) == (self.base_learning_rate is None):
+            raise ValueError("give exactly one of learning_rate and base_learning_rate")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is {self.betas}: each must be in [0, 1)")
+        return self
+
+    def peak_learning_rate(self, batch_size: int) -> float:
+        """The highest learning rate of the schedule for a logical batch of this many images."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        assert self.base_learning_rate is not None
+        return self.base_learning_rate * batch_size / 256
+
+
+class Privacy(_Strict):
+    """What a private phase promises (pipeline/privacy/mechanism.py)."""
+
+    target_epsilon: PositiveFloat | None = None
+    """Epsilon that this run may reach, reserve included; the noise is calibrated to it."""
+    noise_multiplier: PositiveFloat | None = None
+    """Noise standard deviation / max_grad_norm; with target_epsilon too: checked against it."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Default 1/(2N)."""
+    max_grad_norm: PositiveFloat = 1.0
+    clipping: Literal["automatic", "flat"] = "automatic"
+    gamma: PositiveFloat = 0.01
+    """Stabiliser of automatic clipping: factor max_grad_norm / (norm + gamma)."""
+    expected_batch_size: PositiveInt
+    """B: the mean size of a logical batch and the only divisor."""
+    max_sampling_probability: Probability | None = None
+    """If B/N would exceed it, B is lowered to floor(N x this); N is public, so this is too."""
+    reserve_steps: NonNegativeInt | None = None
+    """Spare steps for restarts; default max(4 x checkpoint_interval, 2 % of steps)."""
+    adjacency: Literal["replace_special", "add_or_remove_one"] = "replace_special"
+
+    @model_validator(mode="after")
+    def _check(self) -> Privacy:
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            raise ValueError("give target_epsilon (the noise is calibrated) or noise_multiplier")
+        if self.adjacency == "add_or_remove_one":
+            raise ValueError(
+                "adjacency is 'add_or_remove_one': it hides N, and a run here derives its plan "
+                "from the manifest's N; use 'replace_special' (same epsilon, N is public)"
+            )
+        return self
+
+
+class Resources(_Strict):
+    """Who computes a phase."""
+
+    workers: NonNegativeInt | tuple[PositiveInt, PositiveInt] = 0
+    """0 = in this process; W or [min, max] Ray Train workers."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    cpus_per_worker: PositiveInt = 1
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    data_cpus: PositiveInt = 2
+    """Threads (workers = 0) or Ray Data CPUs (at most) that read and decode."""
+    max_failures: NonNegativeInt = 3
+    """Worker-group restarts before the phase gives up; each costs reserve steps."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Resources:
+        if isinstance(self.workers, tuple) and self.workers[0] > self.workers[1]:
+            raise ValueError(f"workers is {list(self.workers)}: it must be [min, max], min <= max")
+        if self.device == "cpu" and self.gpus_per_worker:
+            raise ValueError(
+                f"gpus_per_worker is {self.gpus_per_worker} but device is cpu: set it to 0"
+            )
+        if self.device == "cuda" and self.workers != 0 and not self.gpus_per_worker:
+            raise ValueError("device is cuda but gpus_per_worker is 0: set it to 1")
+        return self
+
+
+class Phase(_Strict):
+    """One public or private phase; phases run in the order given."""
+
+    name: Name
+    kind: Literal["public", "private"]
+    objective: Literal["mae"] = "mae"
+    data: str
+    """`dataset` or `dataset.split`."""
+    init: str = "previous"
+    """`previous`, `fresh`, or the path of a finished phase's checkpoint."""
+    handover: Literal["none", "m", "all"] = "none"
+    """Optimizer state kept from the phase before: none (fresh), m (first moment), or all."""
+    steps: PositiveInt
+    batch_size: PositiveInt | None = None
+    """Logical batch of a public phase (private phases: privacy.expected_batch_size)."""
+    optimizer: Optimizer
+    privacy: Privacy | None = None
+    microbatch_size: PositiveInt = 256
+    microbatches_per_unit: PositiveInt = 2
+    checkpoint_interval: PositiveInt = 100
+    """K: steps between checkpoints, and the number of steps charged ahead."""
+    crop_scale: tuple[Probability, Probability] = (0.2, 1.0)
+    augment: bool = True
+    precision: Literal["float32", "bfloat16"] = "float32"
+    held_out: str | None = None
+    """A public data set whose loss may be shown while this phase trains."""
+    held_out_images: PositiveInt = 512
+    resources: Resources = Resources()
+
+    @model_validator(mode="after")
+    def _check(self) -> Phase:
+        if self.kind == "private" and self.privacy is None:
+            raise ValueError(f"phase {self.name} is private: it needs a `privacy` section")
+        if self.kind == "public" and self.privacy is not None:
+            raise ValueError(f"phase {self.name} is public: remove its `privacy` section")
+        if self.kind == "public" and self.batch_size is None:
+            raise ValueError(f"phase {self.name} is public: it needs `batch_size`")
+        if self.kind == "private" and self.batch_size is not None:
+            raise ValueError(
+                f"phase {self.name}: batch_size is for public phases; a private one has "
+                "privacy.expected_batch_size"
+            )
+        if self.optimizer.warmup_steps > self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps is {self.optimizer.warmup_steps}: at most steps "
+                f"({self.steps})"
+            )
+        if self.crop_scale[0] > self.crop_scale[1]:
+            raise ValueError(f"crop_scale is {self.crop_scale}: it must be (low, high)")
+        return self
+
+
+class Evaluation(_Strict):
+    """How the encoder is judged, on public labelled images disjoint from every private set."""
+
+    train: str
+    test: str
+    rules: tuple[Literal["last_block", "last_12_blocks"], ...] = ("last_block", "last_12_blocks")
+    shots: PositiveInt = 10
+    draws: PositiveInt = 5
+    max_images: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+
+
+class Recipe(_Strict):
+    """The whole run."""
+
+    name: Name
+    storage: str = "runs"
+    """Folder or URI below which runs, prepared data and ledgers live."""
+    ledger_home: str | None = None
+    """Where the ledgers of the privacy domains live; default `{storage}/domains`."""
+    private_storage: str | None = None
+    """Where private logs go (default: `{storage}/private` on a local disk, else nowhere)."""
+    hyperparameter_search: Literal["none", "public", "unaccounted", "accounted"] = "none"
+    """What the choice of these hyper-parameters looked at; printed in the statement."""
+    seed: NonNegativeInt | None = None
+    """Tests only: pins all randomness; whatever is made is stamped NOT PRIVATE."""
+    data: dict[Name, Dataset]
+    model: Model = Model()
+    phases: Annotated[list[Phase], Field(min_length=1)]
+    evaluation: Evaluation | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) != len(names):
+            raise ValueError(f"phases have the names {names}: each must be different")
+        for phase in self.phases:
+            dataset = self.dataset_of(phase.data, f"phases.{phase.name}.data")
+            if phase.kind == "public" and dataset.visibility == "private":
+                raise ValueError(
+                    f"phases.{phase.name}.data is {phase.data!r}, a private set: a public phase "
+                    "gives no guarantee and takes public sets only"
+                )
+            if self.seed is not None and dataset.visibility == "private":
+                raise ValueError(
+                    f"seed is {self.seed} and phases.{phase.name} reads a private set: a seeded "
+                    "run has no guarantee and takes public sets only; remove `seed`"
+                )
+            if phase.held_out is not None:
+                self._require_public(phase.held_out, f"phases.{phase.name}.held_out")
+        if self.evaluation is not None:
+            self._require_public(self.evaluation.train, "evaluation.train")
+            self._require_public(self.evaluation.test, "evaluation.test")
+        return self
+
+    def dataset_of(self, reference: str, field: str) -> Dataset:
+        """The data set that `dataset` or `dataset.split` names; ValueError if there is none."""
+        name, _, split = reference.partition(".")
+        if name not in self.data:
+            raise ValueError(
+                f"{field} is {reference!r}: no such data set; known: {list(self.data)}"
+            )
+        splits = self.data[name].splits
+        if bool(split) != bool(splits) or (splits and split not in splits):
+            allowed = [f"{name}.{key}" for key in splits] if splits else [name]
+            raise ValueError(f"{field} is {reference!r}: allowed are {allowed}")
+        return self.data[name]
+
+    def _require_public(self, reference: str, field: str) -> None:
+        if self.dataset_of(reference, field).visibility != "public":
+            raise ValueError(
+                f"{field} is {reference!r}, a private set: a published loss or accuracy on it "
+                "would be a release; name a public set"
+            )
+
+    @property
+    def ledgers(self) -> str:
+        """The home of all ledgers of this storage."""
+        return self.ledger_home or f"{self.storage.rstrip('/')}/domains"
+
+    def phase(self, name: str) -> Phase:
+        """The phase of this name; RecipeError if there is none."""
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        known = [phase.name for phase in self.phases]
+        raise RecipeError(f"phase is {name!r}: no such phase; known: {known}")
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every default written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of what decides the result.
+
+        Machines, storage and log places are left out: they may change between two calls of the
+        same run.
+        """
+        content = self.model_dump(mode="json", exclude={"storage", "ledger_home"})
+        del content["private_storage"]
+        for phase in content["phases"]:
+            for key in ("resources", "microbatch_size", "microbatches_per_unit"):
+                del phase[key]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "recipe") -> Recipe:
+    """A Recipe from YAML text.
+
+    Args:
+        overrides: `path=value` strings as in `phases.private.privacy.target_epsilon=2`; the
+            members of a list are addressed by their `name`, values are YAML.
+
+    Raises:
+        RecipeError: naming each wrong field, its value and what is allowed.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{origin}: not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"{origin}: a recipe is a YAML mapping, this is {type(content).__name__}")
+    for override in overrides:
+        _apply_override(content, override)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(_readable(error, content, origin)) from None
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """`parse_recipe` of a file; a missing or unreadable file is a RecipeError."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {path}: cannot be read: {error}") from None
+    return parse_recipe(text, overrides, origin=str(path))
+
+
+def _apply_override(content: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    if not equals:
+        raise RecipeError(f"--set {override!r}: write it as path=value")
+    node: Any = content
+    *parents, last = path.split(".")
+    for depth, key in enumerate(parents):
+        if isinstance(node, list):
+            node = _named(node, key, override)
+            continue
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {override!r}: {'.'.join(parents[:depth])} has no keys")
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+    if isinstance(node, list):
+        raise RecipeError(f"--set {override!r}: name a key of a list member, not the member itself")
+    if not isinstance(node, dict):
+        raise RecipeError(f"--set {override!r}: {'.'.join(parents)} has no keys")
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise RecipeError(f"--set {override!r}: the value is not valid YAML") from None
+    if isinstance(node[last], dict) and ":" in value and not value.lstrip().startswith("{"):
+        node[last] = value
+
+
+def _named(members: list[Any], name: str, override: str) -> dict[str, Any]:
+    for member in members:
+        if isinstance(member, dict) and member.get("name") == name:
+            return member
+    known = [member.get("name") for member in members if isinstance(member, dict)]
+    raise RecipeError(f"--set {override!r}: no member is called {name!r}; known: {known}")
+
+
+def _readable(error: ValidationError, content: Any, origin: str) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        field, node = _path_of(problem["loc"], content)
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = "unknown key; check its spelling, or remove it"
+        elif problem["type"] == "missing":
+            message = "is missing; add it"
+        elif not isinstance(node, dict | list) and "is " not in message.split(":")[0]:
+            message = f"is {node!r}: {message}"
+        lines.append(f"  {field + ': ' if field else ''}{message}")
+    return f"{origin}: {len(lines)} problem(s)\n" + "\n".join(lines)
+
+
+def _path_of(location: tuple[int | str, ...], content: Any) -> tuple[str, Any]:
+    """The dotted path with list members by their name, and the value that stands there."""
+    parts: list[str] = []
+    node = content
+    for key in location:
+        try:
+            node = node[key]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            node = None
+        named = isinstance(key, int) and isinstance(node, dict) and "name" in node
+        parts.append(str(node["name"]) if named else str(key))
+    return ".".join(parts), node

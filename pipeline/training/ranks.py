@@ -1,0 +1,44 @@
+"""The processes that train one phase together: who am I, and how do we agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """The training processes; one process needs no process group.
+
+    Args:
+        device: where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        is_group = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_group else 0
+        self.world_size = dist.get_world_size() if is_group else 1
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value on every rank, sent in memory only."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def sum_int64(self, values: Tensor) -> Tensor:
+        """Elementwise sum over the ranks, modulo 2**64."""
+        if self.world_size == 1:
+            return values
+        total = values.to(self.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_size > 1:
+            self.sum_int64(torch.zeros(1, dtype=torch.int64))
