@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 demo: setup
-	$(BIN)/python jobs/fetch_demo_images.py demo-images
+	$(BIN)/python jobs/fetch_demo_images.py
 	$(BIN)/dp-pretrain run jobs/recipes/demo.yaml
 
 test: setup

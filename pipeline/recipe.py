@@ -92,6 +92,7 @@ class Model(_Strict):
     patch_size: PositiveInt = 16
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
     norm_pix_loss: bool = False
+    norm_pix_epsilon: PositiveFloat = 1e-6
     init_seed: NonNegativeInt = 0
     """Public seed of the first weights."""
 
@@ -203,8 +204,8 @@ class Phase(_Strict):
     """`dataset` or `dataset.split`."""
     init: str = "previous"
     """`previous`, `fresh`, or the path of a finished phase's checkpoint."""
-    handover: Literal["none", "m", "all"] = "none"
-    """Optimizer state kept from the phase before: none (fresh), m (first moment), or all."""
+    reset_optimizer: Literal["none", "m", "all"] = "all"
+    """What of Adam's state from the phase before is reset: nothing, its first moment m, or all."""
     steps: PositiveInt
     batch_size: PositiveInt | None = None
     """Logical batch of a public phase (private phases: privacy.expected_batch_size)."""
@@ -261,7 +262,7 @@ class Recipe(_Strict):
     """The whole run."""
 
     name: Name
-    storage: str = "runs"
+    storage: str = "storage"
     """Folder or URI below which runs, prepared data and ledgers live."""
     ledger_home: str | None = None
     """Where the ledgers of the privacy domains live; default `{storage}/domains`."""
@@ -343,7 +344,7 @@ class Recipe(_Strict):
         Machines, storage and log places are left out: they may change between two calls of the
         same run.
         """
-        content = self.model_dump(mode="json", exclude={"storage", "ledger_home"})
+        content = self.model_dump(mode="json", exclude={"name", "storage", "ledger_home"})
         del content["private_storage"]
         for phase in content["phases"]:
             for key in ("resources", "microbatch_size", "microbatches_per_unit"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline import recipe
 
-Handover = Literal["none", "m", "all"]
+Reset = Literal["none", "m", "all"]
 
 
 def learning_rate(
@@ -71,19 +71,19 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     tensors: Mapping[str, Tensor],
-    handover: Handover = "all",
+    reset: Reset = "none",
 ) -> None:
     """Put saved state back.
 
     Args:
-        handover: "all" keeps everything (a resumed phase); "m" keeps Adam's first moment and
-            starts its second moment and step count anew (arXiv 2402.18752 compares these at the
-            switch from public to private); "none" keeps nothing.
+        reset: what starts anew. "none": nothing (a resumed phase); "m": Adam's first moment, its
+            second moment and step count are kept; "all": everything. arXiv 2402.18752 compares
+            these at the switch from public to private.
 
     Raises:
         ValueError: if the saved state names a parameter of another shape.
     """
-    if handover == "none":
+    if reset == "all":
         return
     for name, parameter in named_parameters:
         saved = {
@@ -98,10 +98,10 @@ def restore_optimizer(
             if value.ndim and value.shape != parameter.shape:
                 raise ValueError(
                     f"optimizer state of {name} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: set handover: none for another model"
+                    f"{tuple(parameter.shape)}: set reset_optimizer: all for another model"
                 )
-            keep = handover == "all" or entry in ("exp_avg", "momentum_buffer")
-            value = value if keep else torch.zeros_like(value)
+            is_reset = reset == "m" and entry in ("exp_avg", "momentum_buffer")
+            kept = torch.zeros_like(value) if is_reset else value.clone()
             # Adam keeps its step count on the CPU, its moments beside the parameter.
-            state[entry] = value.clone().to(parameter.device if value.ndim else "cpu")
+            state[entry] = kept.to(parameter.device if value.ndim else "cpu")
         optimizer.state[parameter] = state

@@ -1,0 +1,1 @@
+"""In which order: prepare, train each phase, evaluate, export, report; each step resumable."""

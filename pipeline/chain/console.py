@@ -1,0 +1,99 @@
+"""What a person sees in the terminal: the plan, progress, the result. Public facts only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.plan import PhasePlan
+from pipeline.training.metrics import PublicMetrics
+
+
+def print_plan(console: Console, plans: Sequence[PhasePlan], images_per_second: float) -> None:
+    """The plan, one table a phase."""
+    for plan in plans:
+        table = Table(title=f"phase {plan.name} ({plan.kind})", title_justify="left", box=None)
+        table.add_column(style="dim")
+        table.add_column()
+        for label, value in plan_lines(plan, images_per_second):
+            table.add_row(label, value)
+        console.print(table)
+        for note in plan.notes:
+            console.print(f"  note: {note}", style="yellow", highlight=False)
+        console.print()
+
+
+def plan_lines(plan: PhasePlan, images_per_second: float) -> list[tuple[str, str]]:
+    """The plan as (label, value) pairs."""
+    lines = [
+        ("records N", f"{plan.num_records:,}"),
+        ("logical batch B", f"{plan.batch_size:,}" + (" (expected)" if plan.mechanism else "")),
+        ("steps T", f"{plan.num_steps:,}"),
+    ]
+    if plan.mechanism is not None and plan.epsilon and plan.epsilon_without_reserve:
+        mechanism, spent = plan.mechanism, plan.epsilon
+        bare = plan.epsilon_without_reserve
+        total = mechanism.num_steps + mechanism.reserve_steps
+        lines += [
+            ("sampling probability q", f"{mechanism.sampling_probability:.6g}"),
+            ("noise multiplier", f"{mechanism.noise_multiplier:.4f}"),
+            ("clip (max_grad_norm)", f"{mechanism.max_grad_norm:g}"),
+            ("delta", f"{mechanism.delta:.3g}"),
+            (
+                f"epsilon, {total:,} steps",
+                f"{spent.value} by {spent.accountant}  (PLD {spent.pld}, RDP {spent.rdp})",
+            ),
+            (
+                "reserve",
+                f"{mechanism.reserve_steps:,} steps for restarts (affords {plan.num_restarts} of "
+                f"the worst kind); without using them epsilon is {bare.value}",
+            ),
+        ]
+        if plan.calibrated:
+            pld, rdp = plan.calibrated["pld"], plan.calibrated["rdp"]
+            lines.append(
+                (
+                    "calibrated by",
+                    f"PLD: noise multiplier {pld:.4f}; RDP: {rdp:.4f} "
+                    f"(PLD needs {100 * (1 - pld / rdp):.1f} % less noise)",
+                )
+            )
+        lines.append(("expected coverage", f"{plan.coverage:.1%} of the records at least once"))
+    else:
+        lines.append(("epochs", f"{plan.num_images / plan.num_records:.1f}"))
+    lines += [
+        ("peak learning rate", f"{plan.learning_rate:.4g}"),
+        ("images seen", f"{plan.num_images:,}"),
+        ("memory per microbatch", f"about {plan.memory_bytes / 2**30:.2f} GiB per worker"),
+        ("time", f"{plan.hours(images_per_second):,.2f} h at {images_per_second:,.0f} images/s"),
+    ]
+    return lines
+
+
+def progress_line(phase: str, num_steps: int, metrics: PublicMetrics) -> str:
+    """One checkpoint window in a line."""
+    parts = [
+        f"{phase}: step {metrics.step:,}/{num_steps:,}",
+        f"lr {metrics.learning_rate:.2e}",
+        f"{metrics.images_per_second:,.0f} images/s",
+    ]
+    if metrics.epsilon is not None:
+        parts.insert(1, f"epsilon {metrics.epsilon:.3f}")
+    if metrics.train_loss is not None:
+        parts.append(f"loss {metrics.train_loss:.4f}")
+    if metrics.held_out_loss is not None:
+        parts.append(f"public held-out loss {metrics.held_out_loss:.4f}")
+    return "  ".join(parts)
+
+
+def print_evaluation(console: Console, results: Mapping[str, Any]) -> None:
+    """The probe table."""
+    table = Table(title=str(results["title"]), title_justify="left")
+    for name in results["columns"]:
+        table.add_column(str(name))
+    for row in results["rows"]:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)

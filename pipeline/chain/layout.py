@@ -1,0 +1,190 @@
+"""Where the files of a run are, and what they say is finished.
+
+    {storage}/runs/{run}/recipe.yaml                    the resolved recipe
+                         phases/{phase}/checkpoint-…    training/checkpoint.py
+                         evaluation.json  export/  report.html
+    {storage}/data/{name}-{digest}/…                    prepared data sets, shared by runs
+    {storage}/domains/{domain}/{n:08d}.json             ledgers, shared by runs
+    {storage}/private/                                  private logs (local disks only)
+
+The markers in storage are the truth about what is done; nothing else is consulted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from pipeline.data.manifest import DatasetManifest
+from pipeline.data.prepare import PrepareConfig
+from pipeline.recipe import Dataset, Recipe, RecipeError, parse_recipe
+from pipeline.storage import Location
+from pipeline.training.checkpoint import latest_checkpoint, read_facts
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The places of one run.
+
+    Args:
+        recipe: the resolved recipe; its name is the run's.
+    """
+
+    recipe: Recipe
+
+    @property
+    def storage(self) -> Location:
+        """Below which everything lives."""
+        return Location(self.recipe.storage)
+
+    @property
+    def root(self) -> Location:
+        """The run's own folder."""
+        return self.storage / "runs" / self.recipe.name
+
+    @property
+    def ledger_home(self) -> str:
+        """Home of the ledgers, absolute."""
+        return str(Location(self.recipe.ledgers))
+
+    @property
+    def private_log(self) -> str | None:
+        """Local folder of the private logs; None on shared object stores unless the recipe says."""
+        if self.recipe.private_storage is not None:
+            return str(Location(self.recipe.private_storage))
+        return str(self.storage / "private") if self.storage.is_local else None
+
+    @property
+    def evaluation(self) -> Location:
+        """The evaluation's results."""
+        return self.root / "evaluation.json"
+
+    @property
+    def export(self) -> Location:
+        """The directory that timm loads; privacy.json is written last."""
+        return self.root / "export"
+
+    @property
+    def report(self) -> Location:
+        """The HTML report."""
+        return self.root / "report.html"
+
+    def phase(self, name: str) -> Location:
+        """A phase's folder."""
+        return self.root / "phases" / name
+
+    def dataset(self, name: str) -> Location:
+        """A prepared data set's folder, named after what it is made from."""
+        config = self.prepare_config(name)
+        text = json.dumps([self.recipe.data[name].model_dump(mode="json"), list(config.exclude)])
+        return self.storage / "data" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def data_root(self, reference: str) -> Location:
+        """The folder of `dataset` or `dataset.split`."""
+        name, _, split = reference.partition(".")
+        return self.dataset(name) / split if split else self.dataset(name)
+
+    def references(self, name: str) -> list[str]:
+        """How a data set, or each of its splits, is addressed."""
+        splits = self.recipe.data[name].splits
+        return [f"{name}.{split}" for split in splits] if splits else [name]
+
+    def prepare_config(self, name: str) -> PrepareConfig:
+        """How a data set is prepared; a private one leaves out what the public ones hold."""
+        dataset: Dataset = self.recipe.data[name]
+        exclude: list[str] = []
+        if dataset.visibility == "private":
+            for other, candidate in self.recipe.data.items():
+                if candidate.visibility == "public":
+                    roots = [str(self.data_root(reference)) for reference in self.references(other)]
+                    exclude.extend(roots)
+        return PrepareConfig(
+            name=name,
+            source=_absolute_source(dataset.source),
+            visibility=dataset.visibility,
+            domain=dataset.domain,
+            ledger_home=self.ledger_home if dataset.domain else None,
+            image_short_side=dataset.image_short_side,
+            deduplicate=dataset.deduplicate,
+            exclude=tuple(exclude),
+            splits=dataset.splits,
+            split_salt=dataset.split_salt,
+            records_per_shard=dataset.records_per_shard,
+        )
+
+    def manifests(self) -> dict[str, DatasetManifest]:
+        """The manifests of the data that is prepared, by reference."""
+        found = {}
+        for name in self.recipe.data:
+            for reference in self.references(name):
+                root = self.data_root(reference)
+                if DatasetManifest.exists(root):
+                    found[reference] = DatasetManifest.load(root)
+        return found
+
+    def num_records(self) -> dict[str, int]:
+        """N of each prepared data set, by reference."""
+        return {ref: manifest.num_records for ref, manifest in self.manifests().items()}
+
+    def finished_phase(self, name: str) -> Location | None:
+        """The final checkpoint of a phase, or None while there is none."""
+        latest = latest_checkpoint(self.phase(name))
+        return latest if latest is not None and read_facts(latest).finished else None
+
+
+def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
+    """The run of this recipe: the one that exists, or a new one.
+
+    A changed recipe never continues another's run: if the name is taken by a recipe that would
+    give another result, the run is called `{name}-2`, `-3` and so on.
+
+    Returns:
+        the layout, and a sentence to show if the name had to be changed.
+    """
+    wanted, number = recipe.name, 1
+    while True:
+        name = wanted if number == 1 else f"{wanted}-{number}"
+        candidate = recipe.model_copy(update={"name": name})
+        layout = RunLayout(candidate)
+        saved = layout.root / "recipe.yaml"
+        if not saved.exists():
+            saved.write_text(candidate.to_yaml())
+            break
+        if parse_recipe(saved.read_text(), origin=str(saved)).digest() == candidate.digest():
+            break
+        number += 1
+    if number == 1:
+        return layout, None
+    return layout, (
+        f"the name {wanted!r} belongs to a run of another recipe (in {layout.storage}/runs), so "
+        f"this run is called {name!r}; use --set name=… to choose"
+    )
+
+
+def open_run(name_or_folder: str, storage: str) -> RunLayout:
+    """The layout of an existing run, by name (in `storage`) or by its folder.
+
+    Raises:
+        RecipeError: if there is no such run; the known ones are named.
+    """
+    folder = Location(name_or_folder)
+    if not (folder / "recipe.yaml").exists():
+        folder = Location(storage) / "runs" / name_or_folder
+    if not (folder / "recipe.yaml").exists():
+        known = [place.name for place in (Location(storage) / "runs").list()]
+        raise RecipeError(
+            f"run {name_or_folder!r}: not found in {storage}/runs; known runs: {known}. "
+            "Give --storage, or the run's folder"
+        )
+    recipe = parse_recipe((folder / "recipe.yaml").read_text(), origin=str(folder / "recipe.yaml"))
+    base = folder.uri.removesuffix(f"/runs/{recipe.name}")
+    return RunLayout(recipe.model_copy(update={"storage": base}))
+
+
+def _absolute_source(source: str) -> str:
+    """`kind:path` with a relative path made absolute, so that every process means the same."""
+    kind, _, rest = source.partition(":")
+    if kind == "synthetic" or "://" in rest:
+        return source
+    return f"{kind}:" + ",".join(str(Location(part)) for part in rest.split(","))

@@ -1,0 +1,99 @@
+"""`dp-pretrain`: the command line; thin, it calls the library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+from rich.console import Console
+
+from pipeline.recipe import load_recipe
+
+console = Console(highlight=False, soft_wrap=True)
+
+_set = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Change one recipe key, as in phases.private.privacy.target_epsilon=2.",
+)
+_storage = click.option("--storage", default="storage", show_default=True, help="Where runs live.")
+
+
+def _readable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A person's mistake gets a sentence, not a traceback (DP_PRETRAIN_TRACEBACK=1 shows it)."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError, RuntimeError) as error:
+            if os.environ.get("DP_PRETRAIN_TRACEBACK") == "1":
+                raise
+            raise click.ClickException(str(error)) from None
+
+    return run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dp-pretrain")
+def main() -> None:
+    """Differentially private pre-training of vision foundation models, on Ray."""
+
+
+@main.command()
+@click.argument("recipe")
+@_set
+@click.option("--images-per-second", type=float, default=1000.0, show_default=True)
+@_readable
+def plan(recipe: str, overrides: tuple[str, ...], images_per_second: float) -> None:
+    """Print every derived number of RECIPE and refuse it if it costs more than its target."""
+    from pipeline.chain.console import print_plan
+    from pipeline.chain.layout import RunLayout
+    from pipeline.plan import plan_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    known = RunLayout(loaded).num_records()
+    print_plan(console, plan_recipe(loaded, known, compare=True), images_per_second)
+
+
+@main.command()
+@click.argument("recipe")
+@_set
+@_readable
+def prepare(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Prepare the data sets of RECIPE and stop there."""
+    from pipeline.chain.local import prepare_here
+
+    prepare_here(load_recipe(recipe, overrides), console)
+
+
+@main.command()
+@click.argument("recipe")
+@_set
+@_readable
+def run(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Run all of RECIPE on this machine; the same command again resumes."""
+    from pipeline.chain.local import run_here
+
+    run_here(load_recipe(recipe, overrides), console)
+
+
+@main.command()
+@click.argument("run_name", metavar="RUN")
+@_storage
+@_readable
+def status(run_name: str, storage: str) -> None:
+    """Tell what of RUN is finished."""
+    from pipeline.chain.layout import open_run
+    from pipeline.chain.status import print_status
+
+    print_status(console, open_run(run_name, storage))
+
+
+if __name__ == "__main__":
+    main()

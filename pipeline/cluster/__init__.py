@@ -1,0 +1,1 @@
+"""How a run meets a Ray cluster."""

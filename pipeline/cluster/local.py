@@ -1,0 +1,46 @@
+"""A Ray of one's own on this machine, or the cluster this process already belongs to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+_TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Connect to the cluster of this job, else start a local Ray and end it afterwards.
+
+    A local Ray gets more logical CPUs than the machine has cores, so that training workers leave
+    some to the data tasks. Worker output stays in Ray's log files: what people see is the driver's
+    own progress, and nothing private can reach the console from a task.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+    else:
+        cores = os.cpu_count() or 1
+        ray.init(address="local", num_cpus=max(6, cores + 4), include_dashboard=False, **quiet)
+        _protect_token()
+    for name in ("ray.data", "ray.train"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _protect_token() -> None:
+    """Ray writes its authentication token readable by all; only the owner may read it."""
+    if _TOKEN_FILE.exists():
+        _TOKEN_FILE.chmod(0o600)

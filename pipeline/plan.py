@@ -1,0 +1,253 @@
+"""The plan of a run: every derived number, before any machine is asked for.
+
+`plan_recipe` turns a recipe (and the manifests' N, where data is prepared) into one PhasePlan a
+phase. A private phase's Mechanism is made here and nowhere else; a plan over its target is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import floor
+
+from pipeline.models.sizes import SIZES, num_parameters
+from pipeline.privacy.accountant import Epsilon, epsilon_of
+from pipeline.privacy.mechanism import (
+    Mechanism,
+    calibrate_noise_multiplier,
+    default_delta,
+    default_reserve_steps,
+)
+from pipeline.recipe import Phase, Recipe, RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePlan:
+    """The derived numbers of one phase; `mechanism` and what follows it: private phases only.
+
+    Args:
+        num_records: N.
+        batch_size: B, images in a logical batch (expected, if private).
+        learning_rate: the schedule's peak.
+        num_images: images seen, B x steps.
+        coverage: expected share of records seen at least once.
+        memory_bytes: rough peak memory of one microbatch, weights and optimizer included.
+        epsilon: of num_steps + reserve_steps.
+        epsilon_without_reserve: of num_steps alone.
+        num_restarts: worst-case restarts (2K steps each) that the reserve affords.
+        calibrated: noise multipliers that meet the target by each accountant alone.
+        notes: what a person should know about these numbers.
+    """
+
+    name: str
+    kind: str
+    num_records: int
+    batch_size: int
+    num_steps: int
+    learning_rate: float
+    num_images: int
+    coverage: float
+    memory_bytes: int
+    mechanism: Mechanism | None = None
+    epsilon: Epsilon | None = None
+    epsilon_without_reserve: Epsilon | None = None
+    num_restarts: int | None = None
+    calibrated: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def hours(self, images_per_second: float) -> float:
+        """Hours of training at this rate."""
+        return self.num_images / images_per_second / 3600
+
+
+def plan_recipe(
+    recipe: Recipe, num_records: Mapping[str, int] | None = None, *, compare: bool = False
+) -> list[PhasePlan]:
+    """The plan of each phase, in order.
+
+    Args:
+        num_records: N by data reference, from manifests; these rule over the recipe's own.
+        compare: also calibrate by each accountant alone, to show what one gains over the other.
+
+    Raises:
+        RecipeError: for a phase whose N is unknown, whose batch is larger than N, or whose privacy
+            cost is over the target; the true cost is in the message.
+    """
+    known = dict(num_records or {})
+    plans = [_plan_phase(recipe, phase, known.get(phase.data), compare) for phase in recipe.phases]
+    _refuse_joint_overrun(recipe, plans)
+    return plans
+
+
+def make_mechanism(phase: Phase, num_records: int) -> Mechanism:
+    """The Mechanism of a private phase over N records; calibrated where the recipe asks for it."""
+    privacy = phase.privacy
+    assert privacy is not None
+    batch_size = _batch_size(phase, num_records)
+    reserve = privacy.reserve_steps
+    if reserve is None:
+        reserve = default_reserve_steps(phase.steps, phase.checkpoint_interval)
+    fields = {
+        "num_records": num_records,
+        "expected_batch_size": batch_size,
+        "sampling_probability": batch_size / num_records,
+        "max_grad_norm": privacy.max_grad_norm,
+        "num_steps": phase.steps,
+        "reserve_steps": reserve,
+        "delta": privacy.delta or default_delta(num_records),
+        "adjacency": privacy.adjacency,
+    }
+    if privacy.noise_multiplier is not None:
+        return Mechanism(noise_multiplier=privacy.noise_multiplier, **fields)
+    assert privacy.target_epsilon is not None
+    return Mechanism.calibrate(target_epsilon=privacy.target_epsilon, **fields)
+
+
+def _plan_phase(
+    recipe: Recipe, phase: Phase, from_manifest: int | None, compare: bool
+) -> PhasePlan:
+    num_records = from_manifest or _declared_num_records(recipe, phase)
+    batch_size = _batch_size(phase, num_records)
+    if batch_size > num_records:
+        key = "privacy.expected_batch_size" if phase.privacy else "batch_size"
+        raise RecipeError(
+            f"phases.{phase.name}.{key} is {batch_size} but {phase.data} has {num_records} "
+            f"records: it must be at most N; lower it"
+            + (", or set privacy.max_sampling_probability" if phase.privacy else "")
+        )
+    q = batch_size / num_records
+    plan = PhasePlan(
+        name=phase.name,
+        kind=phase.kind,
+        num_records=num_records,
+        batch_size=batch_size,
+        num_steps=phase.steps,
+        learning_rate=phase.optimizer.peak_learning_rate(batch_size),
+        num_images=batch_size * phase.steps,
+        coverage=1 - (1 - q) ** phase.steps if phase.privacy else min(1.0, q * phase.steps),
+        memory_bytes=memory_bytes(recipe, phase),
+    )
+    return _with_privacy(plan, phase, compare) if phase.privacy else plan
+
+
+def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
+    privacy = phase.privacy
+    assert privacy is not None
+    mechanism = make_mechanism(phase, plan.num_records)
+    total = mechanism.num_steps + mechanism.reserve_steps
+    epsilon = epsilon_of([(mechanism, total)], mechanism.delta)
+    target = privacy.target_epsilon
+    if target is not None and epsilon.value > target:
+        raise RecipeError(
+            f"phases.{phase.name}: this plan costs epsilon {epsilon.value} ({epsilon.accountant}; "
+            f"PLD {epsilon.pld}, RDP {epsilon.rdp}) at delta {mechanism.delta:.3g} for {total} "
+            f"steps (reserve included), over target_epsilon {target}: remove noise_multiplier to "
+            "have it calibrated, or lower steps or expected_batch_size"
+        )
+    calibrated = {}
+    if compare and target is not None:
+        calibrated = {
+            accountant: calibrate_noise_multiplier(
+                target_epsilon=target,
+                sampling_probability=mechanism.sampling_probability,
+                num_steps=total,
+                delta=mechanism.delta,
+                adjacency=mechanism.adjacency,
+                accountant=accountant,
+            )
+            for accountant in ("pld", "rdp")
+        }
+    notes = []
+    if plan.batch_size < privacy.expected_batch_size:
+        notes.append(
+            f"expected_batch_size lowered from {privacy.expected_batch_size} to {plan.batch_size}: "
+            f"max_sampling_probability is {privacy.max_sampling_probability}"
+        )
+    if epsilon.value > 20:
+        notes.append(f"epsilon {epsilon.value} gives next to no protection")
+    return PhasePlan(
+        **{name: getattr(plan, name) for name in _COMMON},
+        mechanism=mechanism,
+        epsilon=epsilon,
+        epsilon_without_reserve=epsilon_of([(mechanism, mechanism.num_steps)], mechanism.delta),
+        num_restarts=mechanism.reserve_steps // (2 * min(phase.checkpoint_interval, phase.steps)),
+        calibrated=calibrated,
+        notes=tuple(notes),
+    )
+
+
+_COMMON = (
+    "name",
+    "kind",
+    "num_records",
+    "batch_size",
+    "num_steps",
+    "learning_rate",
+    "num_images",
+    "coverage",
+    "memory_bytes",
+)
+
+
+def _refuse_joint_overrun(recipe: Recipe, plans: list[PhasePlan]) -> None:
+    """Private phases over one domain compose: their total is held to the strictest target."""
+    domains: dict[str, list[PhasePlan]] = {}
+    for phase, plan in zip(recipe.phases, plans, strict=True):
+        if plan.mechanism is not None:
+            domain = recipe.dataset_of(phase.data, "data").domain or phase.data
+            domains.setdefault(domain, []).append(plan)
+    for domain, members in domains.items():
+        if len(members) < 2:
+            continue
+        mechanisms = [plan.mechanism for plan in members if plan.mechanism is not None]
+        delta = min(mechanism.delta for mechanism in mechanisms)
+        steps = [(m, m.num_steps + m.reserve_steps) for m in mechanisms]
+        total = epsilon_of(steps, delta)
+        privacies = [recipe.phase(plan.name).privacy for plan in members]
+        targets = [p.target_epsilon for p in privacies if p is not None and p.target_epsilon]
+        if targets and total.value > min(targets):
+            raise RecipeError(
+                f"phases {[plan.name for plan in members]} read the same privacy domain {domain} "
+                f"and cost epsilon {total.value} together at delta {delta:.3g}, over the target "
+                f"{min(targets)}: a target bounds the whole run; give them noise_multiplier values "
+                "that fit together"
+            )
+
+
+def _declared_num_records(recipe: Recipe, phase: Phase) -> int:
+    name, _, split = phase.data.partition(".")
+    dataset = recipe.data[name]
+    if dataset.num_records is None:
+        raise RecipeError(
+            f"phases.{phase.name}: the number of records of {phase.data!r} is not known before "
+            f"`dp-pretrain prepare`; to plan now, set data.{name}.num_records"
+        )
+    share = dataset.splits[split] if dataset.splits else 1.0
+    return floor(dataset.num_records * share)
+
+
+def _batch_size(phase: Phase, num_records: int) -> int:
+    if phase.privacy is None:
+        assert phase.batch_size is not None
+        return phase.batch_size
+    wanted, cap = phase.privacy.expected_batch_size, phase.privacy.max_sampling_probability
+    return wanted if cap is None else max(1, min(wanted, floor(num_records * cap)))
+
+
+def memory_bytes(recipe: Recipe, phase: Phase) -> int:
+    """Rough peak memory of one rank's microbatch: state of the weights plus activations.
+
+    Assumption: fp32 weights, gradient sum, two optimizer moments and one reduction buffer (20 bytes
+    a parameter), and 34 bytes a token and unit of width in each block (activations kept for the
+    backward with fused attention).
+    """
+    model = recipe.model
+    size = SIZES[model.size]
+    patches = (model.image_size // model.patch_size) ** 2
+    visible = int(patches * (1 - model.mask_ratio)) + 1
+    encoder = size.depth * visible * size.width
+    decoder = size.decoder_depth * (patches + 1) * size.decoder_width
+    pixels = 3 * model.image_size**2 * 8
+    half = 0.5 if phase.precision == "bfloat16" else 1.0
+    activations = int(phase.microbatch_size * (34 * 2 * half * (encoder + decoder) + pixels))
+    return 20 * num_parameters(size, model.image_size, model.patch_size) + activations

@@ -1,0 +1,1 @@
+"""One phase: the loop of logical steps, its optimizer, checkpoints and metrics."""

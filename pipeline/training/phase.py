@@ -1,0 +1,472 @@
+"""The loop of one phase, public or private: logical steps, resume, checkpoints.
+
+One step, as in the map: record ids from the plan -> units from the stream -> loss per image ->
+clipped sum -> one released gradient -> optimizer. The ledger is charged before the steps run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline import recipe
+from pipeline.data.shards import ShardStore
+from pipeline.data.stream import StreamConfig, Unit
+from pipeline.models.mae import MaskedAutoencoder, normalise_images
+from pipeline.models.sizes import model_size
+from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.keys import AttemptKey
+from pipeline.privacy.ledger import Attempt, Ledger, ReserveExhausted
+from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, record_uniforms
+from pipeline.storage import Location
+from pipeline.training.checkpoint import (
+    CheckpointFacts,
+    latest_checkpoint,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+)
+from pipeline.training.gradients import (
+    GradientSource,
+    PrivateGradients,
+    PublicGradients,
+)
+from pipeline.training.held_out import HeldOutLoss
+from pipeline.training.metrics import PrivateLog, PublicMetrics, TensorBoardLog, two_digits
+from pipeline.training.optimizers import (
+    learning_rate,
+    make_optimizer,
+    optimizer_tensors,
+    restore_optimizer,
+    set_rate,
+)
+from pipeline.training.ranks import Ranks
+from pipeline.training.settings import PhaseSettings
+
+OpenUnits = Callable[[StreamConfig], Iterator[Unit]]
+OnWindow = Callable[[PublicMetrics], None]
+
+COMPLETE, RESERVE_USED_UP = "complete", "reserve_used_up"
+
+
+class DeliveryError(RuntimeError):
+    """The images that reached the ranks are not the ones the plan drew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseOutcome:
+    """How a phase ended: after which step, why, and with which weights."""
+
+    step: int
+    finished: str
+    weights_digest: str
+
+
+@dataclass(kw_only=True)
+class _State:
+    """Where a phase stands between two windows."""
+
+    step: int = 0
+    finished: str | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    origin: list[str] = field(default_factory=list)
+    is_private: bool = False
+    guarantee: str = "none needed (public data)"
+    weights_digest: str = ""
+
+
+def run_phase(
+    settings: PhaseSettings, ranks: Ranks, open_units: OpenUnits, on_window: OnWindow
+) -> PhaseOutcome:
+    """Train one phase from where it stands to its end; the same call again resumes or returns.
+
+    Args:
+        ranks: the processes that train together.
+        open_units: opens this rank's stream of units; called once.
+        on_window: told the public metrics at each checkpoint, on rank 0.
+
+    Raises:
+        DeliveryError: if a step's images were not exactly the plan's.
+        ValueError: if data, checkpoint or ledger do not fit the settings.
+
+    Guarantees:
+        1. No private step runs before the ledger has been charged for it
+           (test_no_step_before_its_charge).
+        2. A phase ends at step T, or earlier and validly when its reserve is used up
+           (test_reserve_exhausted_ends_early).
+        3. Every step's images are exactly the plan's, once each (test_exact_delivery).
+    """
+    store = ShardStore(settings.dataset_root)
+    _check_manifest(settings, store)
+    model = build_model(settings.model).to(ranks.device)
+    names = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = make_optimizer(names, settings.phase.optimizer)
+    state = _restore(settings, model, optimizer)
+    if state.finished:
+        return PhaseOutcome(
+            step=state.step, finished=state.finished, weights_digest=state.weights_digest
+        )
+    phase = _OpenPhase(settings, ranks, model, optimizer, state)
+    phase.start(store, open_units)
+    try:
+        while state.finished is None:
+            phase.run_window(on_window)
+    finally:
+        phase.close()
+    return PhaseOutcome(
+        step=state.step, finished=state.finished, weights_digest=state.weights_digest
+    )
+
+
+def build_model(config: recipe.Model) -> MaskedAutoencoder:
+    """The recipe's model with its public first weights."""
+    model = MaskedAutoencoder(
+        model_size(config.size),
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        norm_pix_loss=config.norm_pix_loss,
+        norm_pix_epsilon=config.norm_pix_epsilon,
+        mask_ratio=config.mask_ratio,
+    )
+    model.initialise(torch.Generator().manual_seed(config.init_seed))
+    return model
+
+
+class _OpenPhase:
+    """A phase under way: what `run_phase` opened and must close."""
+
+    def __init__(
+        self,
+        settings: PhaseSettings,
+        ranks: Ranks,
+        model: MaskedAutoencoder,
+        optimizer: torch.optim.Optimizer,
+        state: _State,
+    ) -> None:
+        self.settings, self.ranks, self.state = settings, ranks, state
+        self.model, self.optimizer = model, optimizer
+        self.folder = Location(settings.output)
+        self.is_first = ranks.rank == 0
+        self.ledger: Ledger | None = None
+        self.attempt: Attempt | None = None
+        self.attempt_number = 0
+        log_folder = None
+        if settings.private_log is not None and settings.mechanism is not None:
+            log_folder = Location(settings.private_log).local_path
+        name = f"{settings.run}-{settings.phase.name}-rank{ranks.rank}"
+        self.private_log = PrivateLog(log_folder, name)
+        self.board = TensorBoardLog(self.folder / "tensorboard") if self.is_first else None
+        self.held_out = HeldOutLoss(settings) if self.is_first else None
+
+    def start(self, store: ShardStore, open_units: OpenUnits) -> None:
+        """Draw or derive the keys, open the attempt, then the stream."""
+        settings, mechanism = self.settings, self.settings.mechanism
+        self.plan: PoissonPlan | ShufflePlan
+        self.gradients: GradientSource
+        num_records = store.num_records
+        if mechanism is None:
+            key = AttemptKey.from_bytes(_public_secret(settings))
+            self.plan = ShufflePlan(key.sampling_key(), num_records, settings.batch_size)
+            self.gradients = PublicGradients(self.model, settings, store.manifest.visibility)
+        else:
+            key = self._open_attempt()
+            self.plan = PoissonPlan(
+                key.sampling_key(), mechanism.num_records, mechanism.sampling_probability
+            )
+            self.gradients = PrivateGradients(self.model, settings, key, self.private_log)
+        self.augmentation_key = key.augmentation_key()
+        self.units = open_units(
+            StreamConfig(
+                plan=self.plan,
+                store_root=settings.dataset_root,
+                augmentation_key=self.augmentation_key,
+                world_size=self.ranks.world_size,
+                microbatch_size=settings.phase.microbatch_size,
+                microbatches_per_unit=settings.phase.microbatches_per_unit,
+                image_size=settings.model.image_size,
+                crop_scale=settings.phase.crop_scale,
+                first_step=self.state.step,
+                num_steps=settings.phase.steps - self.state.step,
+                is_private=mechanism is not None,
+                augment=settings.phase.augment,
+            )
+        )
+
+    def _open_attempt(self) -> AttemptKey:
+        """A new key on rank 0, committed to in the ledger, then sent to the others in memory."""
+        settings, mechanism = self.settings, self.settings.mechanism
+        assert mechanism is not None and settings.ledger_home and settings.domain
+        secret: bytes | None = None
+        if self.is_first:
+            seeded = settings.seed is not None
+            key = AttemptKey.seeded(settings.seed) if seeded else AttemptKey.from_os_entropy()
+            self.ledger = Ledger(settings.ledger_home, settings.domain)
+            self.attempt = self.ledger.open_attempt(
+                run=settings.run,
+                phase=settings.phase.name,
+                mechanism=mechanism,
+                key_commitment=key.commitment(),
+                first_step=self.state.step,
+                is_seeded=seeded,
+            )
+            self.attempt_number = self.attempt.number
+            secret = key.secret
+        return AttemptKey.from_bytes(self.ranks.from_first(secret))
+
+    def run_window(self, on_window: OnWindow) -> None:
+        """Charge, run the steps up to the next checkpoint, and write it."""
+        phase, state = self.settings.phase, self.state
+        started = time.monotonic()
+        num_steps = min(phase.checkpoint_interval, phase.steps - state.step)
+        if num_steps and not self._charge(num_steps):
+            state.finished = RESERVE_USED_UP
+            self._save(None)
+            return
+        rate = 0.0
+        for step in range(state.step, state.step + num_steps):
+            rate = self._run_step(step)
+        state.step += num_steps
+        if state.step >= phase.steps:
+            state.finished = COMPLETE
+        seconds = max(time.monotonic() - started, 1e-9)
+        metrics = self._public_metrics(rate, num_steps, seconds)
+        self._save(metrics)
+        if metrics is not None:
+            on_window(metrics)
+
+    def _charge(self, num_steps: int) -> bool:
+        """Pay for the next steps on rank 0; every rank learns whether it was possible."""
+        outcome: tuple[str, str] = ("charged", "")
+        if self.attempt is not None:
+            try:
+                self.attempt.charge(self.state.step, num_steps)
+            except ReserveExhausted:
+                outcome = ("reserve_used_up", "")
+            except Exception as error:  # every rank must stop, whatever went wrong
+                outcome = ("failed", f"{type(error).__name__}: {error}")
+        what, message = self.ranks.from_first(outcome)
+        if what == "failed":
+            raise RuntimeError(f"the ledger could not be charged, so no step runs: {message}")
+        return what == "charged"
+
+    def _run_step(self, step: int) -> float:
+        """One logical step; returns its learning rate."""
+        settings = self.settings
+        self.gradients.begin_step(step)
+        delivered = np.zeros(2, dtype=np.int64)
+        for unit in self._units_of(step):
+            real = unit.record_ids[unit.record_ids >= 0]
+            delivered += np.array([len(real), checksum(real)], dtype=np.int64)
+            self._accumulate(unit)
+        self._check_delivery(step, delivered)
+        released = self.gradients.finish_step(step)
+        peak = settings.phase.optimizer.peak_learning_rate(settings.batch_size)
+        rate = learning_rate(
+            step,
+            peak=peak,
+            num_steps=settings.phase.steps,
+            warmup_steps=settings.phase.optimizer.warmup_steps,
+            schedule=settings.phase.optimizer.schedule,
+        )
+        set_rate(self.optimizer, rate)
+        released.assign([p for p in self.model.parameters() if p.requires_grad])
+        self.optimizer.step()
+        return rate
+
+    def _units_of(self, step: int) -> Iterator[Unit]:
+        """This rank's units of one step, in order."""
+        position, num_units = 0, 1
+        while position < num_units:
+            unit = next(self.units, None)
+            if unit is None or (unit.step, unit.unit, unit.rank) != (
+                step,
+                position,
+                self.ranks.rank,
+            ):
+                raise DeliveryError(
+                    f"step {step}: the stream ended or brought another step's or rank's images; "
+                    "start the same command again to resume from the last checkpoint"
+                )
+            num_units = unit.num_units
+            position += 1
+            yield unit
+
+    def _accumulate(self, unit: Unit) -> None:
+        """Feed a unit to the gradient source, one microbatch at a time."""
+        size, device = self.settings.phase.microbatch_size, self.ranks.device
+        for start in range(0, len(unit.record_ids), size):
+            rows = slice(start, start + size)
+            uniforms = record_uniforms(
+                self.augmentation_key,
+                unit.step,
+                unit.record_ids[rows],
+                "mask",
+                num_values=self.model.num_patches,
+            )
+            images = torch.from_numpy(unit.images[rows]).to(device)
+            weights = torch.from_numpy(unit.weights[rows]).to(device)
+            mask_uniforms = torch.from_numpy(uniforms).to(device)
+            self.gradients.accumulate(normalise_images(images), mask_uniforms, weights)
+
+    def _check_delivery(self, step: int, delivered: np.ndarray) -> None:
+        """Exactly-once delivery, proved over all ranks."""
+        total = self.ranks.sum_int64(torch.from_numpy(delivered)).numpy()
+        expected = self.plan.record_ids(step)
+        is_exact = total[0] == len(expected) and (
+            int(total[1]) % _CHECKSUM_MODULUS == checksum(expected) % _CHECKSUM_MODULUS
+        )
+        if not is_exact:
+            raise DeliveryError(
+                f"step {step}: the images that arrived are not exactly the plan's; nothing of "
+                "this step was used. Start the same command again to resume"
+            )
+
+    def _public_metrics(self, rate: float, num_steps: int, seconds: float) -> PublicMetrics | None:
+        if not self.is_first:
+            return None
+        settings = self.settings
+        epsilon = None
+        if settings.mechanism is not None and self.ledger is not None:
+            spent = self.ledger.spent_by(settings.run)
+            epsilon = epsilon_of(spent, settings.mechanism.delta).value
+        metrics = PublicMetrics(
+            step=self.state.step,
+            learning_rate=rate,
+            epsilon=epsilon,
+            images_per_second=two_digits(settings.batch_size * num_steps / seconds),
+            held_out_loss=self.held_out.measure(self.model) if self.held_out else None,
+            train_loss=self.gradients.public_loss(),
+        )
+        self.state.history.append(asdict(metrics))
+        if self.board is not None:
+            self.board.write(metrics)
+        return metrics
+
+    def _save(self, metrics: PublicMetrics | None) -> None:
+        """Write the checkpoint on rank 0; the ledger names the weights before it exists."""
+        self.gradients.end_window()
+        if self.is_first:
+            names = list(self.model.named_parameters())
+            self.state.weights_digest = save_checkpoint(
+                self.folder,
+                self.model.state_dict(),
+                optimizer_tensors(self.optimizer, names),
+                self._facts,
+            )
+            prune(self.folder)
+            if self.attempt is not None and self.state.finished:
+                self.attempt.finish(self.state.finished, self.state.step)
+        self.state.weights_digest = self.ranks.from_first(self.state.weights_digest)
+
+    def _facts(self, weights_digest: str) -> CheckpointFacts:
+        settings, mechanism, state = self.settings, self.settings.mechanism, self.state
+        head: tuple[int, str] | None = None
+        guarantee = state.guarantee
+        if self.attempt is not None and self.ledger is not None:
+            self.attempt.record_weights(state.step, weights_digest, "checkpoint")
+            ledger_head = self.ledger.head()
+            head = (ledger_head.index, ledger_head.digest)
+            guarantee = "differential privacy" if settings.seed is None else "NOT PRIVATE"
+        return CheckpointFacts(
+            step=state.step,
+            finished=state.finished,
+            recipe_digest=settings.recipe_digest,
+            mechanism_digest=mechanism.digest() if mechanism else None,
+            ledger_head=head,
+            attempt=self.attempt_number,
+            history=state.history,
+            model=settings.model.model_dump(mode="json"),
+            origin=state.origin,
+            is_private=state.is_private or mechanism is not None,
+            guarantee=guarantee,
+        )
+
+    def close(self) -> None:
+        """Let go of streams, threads and files."""
+        for closing in (getattr(self, "units", None), getattr(self, "gradients", None)):
+            close = getattr(closing, "close", None)
+            if close is not None:
+                close()
+        self.private_log.close()
+        if self.board is not None:
+            self.board.close()
+
+
+_CHECKSUM_MODULUS = 2**62
+
+
+def _public_secret(settings: PhaseSettings) -> bytes:
+    """Key bytes of a public phase: a function of public facts, so that a resume replays it."""
+    text = f"public phase|{settings.recipe_digest}|{settings.phase.name}|{settings.seed}"
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _check_manifest(settings: PhaseSettings, store: ShardStore) -> None:
+    """The data is what the settings promise. Raises ValueError."""
+    manifest, mechanism = store.manifest, settings.mechanism
+    if mechanism is None and manifest.visibility != "public":
+        raise ValueError(
+            f"phase {settings.phase.name} is public but {settings.dataset_root} is marked "
+            f"{manifest.visibility}: a public phase gives no guarantee and takes public sets only"
+        )
+    if mechanism is not None and mechanism.num_records != manifest.num_records:
+        raise ValueError(
+            f"the mechanism is for N = {mechanism.num_records} records but the manifest at "
+            f"{settings.dataset_root} has {manifest.num_records}: plan again"
+        )
+    if settings.seed is not None and manifest.visibility != "public":
+        raise ValueError(
+            f"seed is {settings.seed} and {settings.dataset_root} is private: a seeded run has no "
+            "guarantee; remove `seed`"
+        )
+    if manifest.visibility == "private" and manifest.domain != settings.domain:
+        raise ValueError(
+            f"{settings.dataset_root} belongs to the privacy domain {manifest.domain!r}, not "
+            f"{settings.domain!r}: runs over the same pictures must compose in one ledger"
+        )
+
+
+def _restore(
+    settings: PhaseSettings, model: MaskedAutoencoder, optimizer: torch.optim.Optimizer
+) -> _State:
+    """The state of the newest checkpoint; else of the phase before; else a fresh start."""
+    names = list(model.named_parameters())
+    latest = latest_checkpoint(Location(settings.output))
+    if latest is not None:
+        saved = load_checkpoint(latest)
+        facts = saved.facts
+        digest = settings.mechanism.digest() if settings.mechanism else None
+        if (facts.recipe_digest, facts.mechanism_digest) != (settings.recipe_digest, digest):
+            raise ValueError(
+                f"{latest} was trained under another recipe or mechanism: a phase keeps its "
+                "promise to the end; use another run name"
+            )
+        model.load_state_dict(saved.weights)
+        restore_optimizer(optimizer, names, saved.optimizer)
+        return _State(
+            step=facts.step,
+            finished=facts.finished,
+            history=list(facts.history),
+            origin=list(facts.origin),
+            is_private=facts.is_private,
+            guarantee=facts.guarantee,
+            weights_digest=saved.weights_digest,
+        )
+    if settings.init_from is None:
+        return _State()
+    before = load_checkpoint(Location(settings.init_from))
+    if before.facts.model != settings.model.model_dump(mode="json"):
+        raise ValueError(f"{settings.init_from} holds another model than the recipe's")
+    model.load_state_dict(before.weights)
+    restore_optimizer(optimizer, names, before.optimizer, settings.phase.reset_optimizer)
+    return _State(
+        origin=[*before.facts.origin, before.weights_digest],
+        is_private=before.facts.is_private,
+        guarantee=before.facts.guarantee,
+    )

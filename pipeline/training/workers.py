@@ -1,0 +1,152 @@
+"""One phase under Ray Train: the same loop on W ranks, fed by one Ray Data pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+from ray.train.collective import broadcast_from_rank_zero
+
+from pipeline.data.stream import StreamConfig, Unit, ray_unit_iterators, units_from_iterator
+from pipeline.recipe import Resources
+from pipeline.storage import Location
+from pipeline.training.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    read_facts,
+)
+from pipeline.training.metrics import PublicMetrics
+from pipeline.training.phase import PhaseOutcome, run_phase
+from pipeline.training.ranks import Ranks
+from pipeline.training.settings import PhaseSettings
+
+_POLL_SECONDS = 1.0
+
+
+class PhaseFailed(RuntimeError):
+    """The workers could not finish a phase; what is charged stays charged."""
+
+
+def train_under_ray(
+    settings: PhaseSettings, on_window: Callable[[PublicMetrics], None]
+) -> PhaseOutcome:
+    """Train a phase on the Ray cluster this process is connected to.
+
+    A failed worker group is started anew from the last checkpoint with a new attempt, at most
+    `max_failures` times.
+
+    Raises:
+        PhaseFailed: when the restarts are used up.
+    """
+    resources = settings.phase.resources
+    trainer = ray.train.torch.TorchTrainer(
+        _train_rank,
+        train_loop_config={"settings": settings.to_json()},
+        scaling_config=_scaling(resources),
+        torch_config=ray.train.torch.TorchConfig(
+            backend="nccl" if resources.gpus_per_worker else "gloo"
+        ),
+        run_config=ray.train.RunConfig(
+            name=f"{settings.run}-{settings.phase.name}",
+            storage_path=str(Location(settings.output) / "ray"),
+            failure_config=ray.train.FailureConfig(max_failures=resources.max_failures),
+        ),
+    )
+    folder = Location(settings.output)
+    with _Follower(folder, on_window):
+        try:
+            trainer.fit()
+        except Exception as error:
+            raise PhaseFailed(
+                f"phase {settings.phase.name} stopped: {_root_cause(error)}. What was charged "
+                "stays charged; the same command resumes from the last checkpoint"
+            ) from None
+    latest = latest_checkpoint(folder)
+    if latest is None:
+        raise PhaseFailed(f"phase {settings.phase.name} ended without a checkpoint in {folder}")
+    saved = load_checkpoint(latest)
+    if saved.facts.finished is None:
+        raise PhaseFailed(f"phase {settings.phase.name} stopped at step {saved.facts.step}")
+    return PhaseOutcome(
+        step=saved.facts.step,
+        finished=saved.facts.finished,
+        weights_digest=saved.weights_digest,
+    )
+
+
+def _train_rank(config: dict[str, Any]) -> None:
+    """What each worker runs."""
+    settings = PhaseSettings.from_json(config["settings"])
+    ranks = Ranks(ray.train.torch.get_device())
+
+    def open_units(stream: StreamConfig) -> Iterator[Unit]:
+        iterators = None
+        if ranks.rank == 0:
+            iterators = ray_unit_iterators(stream, num_cpus=settings.phase.resources.data_cpus)
+        shared = broadcast_from_rank_zero(iterators)
+        return units_from_iterator(shared[ranks.rank], stream, ranks.rank)
+
+    run_phase(settings, ranks, open_units, on_window=lambda metrics: None)
+
+
+def _scaling(resources: Resources) -> ray.train.ScalingConfig:
+    workers = resources.workers
+    if isinstance(workers, tuple) and workers[0] == workers[1]:
+        workers = workers[0]
+    per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
+    if resources.gpus_per_worker:
+        per_worker["GPU"] = resources.gpus_per_worker
+    return ray.train.ScalingConfig(
+        num_workers=workers,
+        use_gpu=bool(resources.gpus_per_worker),
+        resources_per_worker=per_worker,
+    )
+
+
+def _root_cause(error: BaseException) -> str:
+    """The innermost error's first line: workers wrap theirs several times."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+class _Follower:
+    """Tells of each new checkpoint in storage while the workers train."""
+
+    def __init__(self, folder: Location, on_window: Callable[[PublicMetrics], None]) -> None:
+        self._folder, self._on_window = folder, on_window
+        self._told = -1
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> _Follower:
+        self._tell(silently=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._tell()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            self._tell()
+
+    def _tell(self, *, silently: bool = False) -> None:
+        try:
+            latest = latest_checkpoint(self._folder)
+            history = read_facts(latest).history if latest is not None else []
+        except (CheckpointError, OSError):  # it is being pruned just now
+            return
+        for line in history:
+            if line["step"] > self._told:
+                self._told = line["step"]
+                if not silently:
+                    self._on_window(PublicMetrics(**line))
