@@ -1,0 +1,1 @@
+"""Which images, and how one becomes a tensor; see pipeline/README.md for the flow."""

@@ -1,0 +1,124 @@
+"""DatasetManifest: what a prepared dataset is, who may see it, and digests of all its bytes.
+
+The manifest is written last: a folder without one is not a dataset. It holds no time stamp, host
+name or random value, so that preparing the same source twice gives the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.storage import Location
+
+MANIFEST_NAME = "manifest.json"
+
+Sha256Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Shard(BaseModel):
+    """One tar of the dataset: its name below the dataset's folder, size and SHA-256."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    name: str
+    num_bytes: int = Field(ge=0)
+    sha256: Sha256Hex
+
+
+class DatasetManifest(BaseModel):
+    """The identity of one prepared dataset; the unit of trust between prepare and training.
+
+    `visibility` decides everything later: only a public manifest can give a public gradient, be
+    scored in a report, or be used by a run without a guarantee. A private manifest names the
+    privacy domain whose ledger pays for every use.
+
+    Guarantees:
+        1. The same content gives the same digest (test_manifest: no time stamps, key order).
+        2. A private manifest without a domain cannot be made.
+        3. An unknown key is an error.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    name: str = Field(min_length=1)
+    num_records: int = Field(ge=0)
+    visibility: Literal["public", "private"]
+    domain: str | None = None
+    ledger_home: str | None = None
+    origin: str = ""
+    image_short_side: int = Field(gt=0)
+    source: str
+    class_names: tuple[str, ...] | None = Field(default=None, strict=False)
+    channels: Literal[3] = 3
+    shards: tuple[Shard, ...] = Field(default=(), strict=False)
+    index_digest: Sha256Hex
+    sources_digest: Sha256Hex | None = None
+    config_digest: Sha256Hex | None = None
+    created_with: str
+
+    @model_validator(mode="after")
+    def _check_domain(self) -> DatasetManifest:
+        if self.visibility == "private" and not self.domain:
+            raise ValueError(
+                "domain is missing: a private dataset needs the name of the privacy domain whose"
+                " ledger pays for its use; give `domain`, or set visibility to public"
+            )
+        if self.visibility == "public" and (self.domain or self.ledger_home):
+            raise ValueError(
+                f"domain={self.domain!r} and ledger_home={self.ledger_home!r} belong to private"
+                " datasets only; leave them out, or set visibility to private"
+            )
+        return self
+
+    @property
+    def is_private(self) -> bool:
+        """Whether every use of these images must be paid for in a ledger."""
+        return self.visibility == "private"
+
+    def canonical_json(self) -> str:
+        """The manifest as sorted, compact JSON: what `digest` hashes."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the canonical JSON: the name of exactly these images and labels."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+    def save(self, root: Location) -> None:
+        """Write `manifest.json` into the dataset's folder; call it after everything else."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1)
+        (root / MANIFEST_NAME).write_text(text + "\n")
+
+    @classmethod
+    def load(cls, root: Location) -> DatasetManifest:
+        """Read the manifest of a dataset's folder.
+
+        Raises:
+            ValueError: there is no manifest (never finished, or not a dataset), or it is damaged.
+        """
+        try:
+            text = (root / MANIFEST_NAME).read_text()
+        except FileNotFoundError:
+            raise ValueError(
+                f"{root} is not a prepared dataset: it has no {MANIFEST_NAME} (a manifest is"
+                " written last, so an interrupted prepare has none); run prepare on it"
+            ) from None
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'manifest'}: {e['msg']}" for e in error.errors()
+            )
+            raise ValueError(
+                f"{root / MANIFEST_NAME} is damaged or of another version: {problems};"
+                " prepare the dataset again"
+            ) from None
+
+    @classmethod
+    def exists(cls, root: Location) -> bool:
+        """Whether the folder holds a finished dataset."""
+        return (root / MANIFEST_NAME).exists()

@@ -1,0 +1,529 @@
+"""What people bring: folders of images, tars, IDX files and procedural images, read as one stream.
+
+A source lists *units* (a tar, some files, a range of rows): small, picklable and read on their own
+by any worker. Reading never fails because of content: an unreadable file, a damaged tar member or
+a cut-off tar becomes a RawRecord with an `error`, which `prepare` counts. Only a path that does
+not hold what its URI says is a ValueError.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import json
+import re
+import urllib.parse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from pyarrow import fs
+
+from pipeline.data.synthetic import FAMILIES, generate_batch
+from pipeline.storage import Location
+
+IMAGE_SUFFIXES = (
+    *("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp", "tif", "tiff"),
+    *("gif", "avif", "jp2"),
+)
+FILES_PER_UNIT = 256
+ROWS_PER_UNIT = 5_000
+SYNTHETIC_PER_UNIT = 1_024
+MAX_MEMBER_BYTES = 512 * 2**20
+BLOCK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawRecord:
+    """One picture as found: encoded bytes or uint8 pixels, or the reason why there is neither."""
+
+    key: str
+    content: bytes | npt.NDArray[np.uint8] | None
+    label: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceUnit:
+    """A part of a source that is read as a whole: its place in the order and what to read."""
+
+    index: int
+    name: str
+    items: tuple[tuple[str, int | None], ...] = ()
+    start: int = 0
+    stop: int = 0
+
+    def fingerprint(self) -> str:
+        """Text that changes when the unit means other records."""
+        return json.dumps([self.name, self.items, self.start, self.stop])
+
+
+class Source(ABC):
+    """An ordered collection of records in independently readable units."""
+
+    class_names: tuple[str, ...] | None = None
+
+    @abstractmethod
+    def list_units(self) -> list[SourceUnit]:
+        """All units, in the order that decides record ids. Raises ValueError if there are none."""
+
+    @abstractmethod
+    def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
+        """The unit's records in order; content faults are records with `error`."""
+
+
+def open_source(uri: str) -> Source:
+    """The source that a URI names.
+
+    Args:
+        uri: one of `imagefolder:PATH` (class = relative folder), `webdataset:PATH` (a tar or a
+            folder of tars, img2dataset's too), `idx:IMAGES[,LABELS]` (MNIST family, plain or
+            .gz), `synthetic:FAMILY+FAMILY?num_images=N&size=S&seed=K`. PATH is local or any URI
+            that pyarrow reads (`s3://bucket/folder`).
+
+    Raises:
+        ValueError: unknown kind, missing path, or nothing of that kind there.
+    """
+    kind, separator, rest = uri.partition(":")
+    kinds: dict[str, Callable[[str], Source]] = {
+        "imagefolder": ImageFolderSource,
+        "webdataset": WebDatasetSource,
+        "idx": IdxSource,
+        "synthetic": SyntheticSource,
+    }
+    if not separator or kind not in kinds or not rest:
+        raise ValueError(
+            f"source={uri!r} is not understood: write KIND:WHERE with KIND one of"
+            f" {', '.join(kinds)}, for example imagefolder:/my/photos"
+        )
+    return kinds[kind](rest)
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition("/")[2].rpartition(".")[2].lower()
+
+
+def _files_below(root: Location) -> list[str]:
+    """Relative paths of all visible files below a folder, sorted."""
+    filesystem, path = root.filesystem()
+    infos = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+    names = (info.path[len(path) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
+    return sorted(n for n in names if not any(part.startswith(".") for part in n.split("/")))
+
+
+def _require_path(root: Location, kind: str) -> None:
+    if not root.exists():
+        raise ValueError(f"source={kind}:{root} does not exist: check the path and its spelling")
+
+
+class ImageFolderSource(Source):
+    """A folder of image files; the label of a file is the relative folder it lies in.
+
+    Whole relative folders are classes, so that `a/x` and `b/x` stay apart. Files at the top have
+    no label; if all files lie at the top there are no classes.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.root = Location(path)
+        _require_path(self.root, "imagefolder")
+        names = [n for n in _files_below(self.root) if _suffix(n) in IMAGE_SUFFIXES]
+        if not names:
+            raise ValueError(
+                f"source=imagefolder:{self.root} holds no image file: files must end in one of"
+                f" {', '.join(IMAGE_SUFFIXES)} (any case)"
+            )
+        folders = sorted({name.rpartition("/")[0] for name in names} - {""})
+        self.class_names = tuple(folders) or None
+        numbers = {folder: number for number, folder in enumerate(folders)}
+        self._items = [(name, numbers.get(name.rpartition("/")[0])) for name in names]
+
+    def list_units(self) -> list[SourceUnit]:
+        return [
+            SourceUnit(
+                index=index,
+                name=f"files {start}",
+                items=tuple(self._items[start : start + FILES_PER_UNIT]),
+            )
+            for index, start in enumerate(range(0, len(self._items), FILES_PER_UNIT))
+        ]
+
+    def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
+        for name, label in unit.items:
+            try:
+                content = (self.root / name).read_bytes()
+            except OSError:
+                yield RawRecord(key=name, content=None, label=label, error="unreadable_file")
+                continue
+            yield RawRecord(key=name, content=content, label=label)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker reads units; the list of all files stays with whoever listed them.
+        return {"root": self.root, "class_names": self.class_names, "_items": []}
+
+
+class WebDatasetSource(Source):
+    """A tar, or a folder of tars, read member by member and never extracted.
+
+    A sample is a run of members with one key (the name up to the first dot of its base name).
+    Its picture is the first member whose suffix names an image, plain suffixes (`jpg`) before
+    compound ones (`seg.png`); its label is in `.cls`, or under "label" in `.json`.
+    Source: the WebDataset and img2dataset conventions.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.root = Location(path)
+        _require_path(self.root, "webdataset")
+        if _suffix(self.root.name) in ("tar", "tgz") or self.root.name.lower().endswith(".tar.gz"):
+            self.root, names = Location(self.root.uri.rpartition("/")[0]), [self.root.name]
+        else:
+            names = [
+                name
+                for name in _files_below(self.root)
+                if name.lower().endswith((".tar", ".tar.gz", ".tgz"))
+            ]
+        if not names:
+            raise ValueError(
+                f"source=webdataset:{self.root} holds no tar: files must end in .tar, .tar.gz or"
+                " .tgz"
+            )
+        self._names = names
+
+    def list_units(self) -> list[SourceUnit]:
+        return [SourceUnit(index=i, name=name) for i, name in enumerate(self._names)]
+
+    def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
+        filesystem, path = (self.root / unit.name).filesystem()
+        compression = None if unit.name.lower().endswith(".tar") else "gzip"
+        try:
+            stream = filesystem.open_input_stream(
+                path, compression=compression, buffer_size=4 * 2**20
+            )
+        except OSError:
+            yield RawRecord(key=unit.name, content=None, error="unreadable_file")
+            return
+        with stream:
+            for number, sample in enumerate(_samples(read_tar_members(stream))):
+                yield _record_of_sample(f"{unit.name}/{number}", sample)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root, "class_names": self.class_names, "_names": []}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TarMember:
+    """A file inside a tar: its name (never used as a path) and content, or an error code."""
+
+    name: str
+    content: bytes | None
+    error: str | None = None
+
+
+def read_tar_members(stream: IO[bytes]) -> Iterator[TarMember]:
+    """Walk an untrusted tar: regular files in order, faults as members with an `error`.
+
+    Understands ustar, GNU long names and pax headers. A damaged header is reported once, then the
+    walk goes on at the next block that is a valid header.
+
+    Guarantees:
+        1. Nothing is written to disk, whatever the names say (test_untrusted_images).
+        2. Truncation, damaged headers and absurd sizes are reported, never raised
+           (test_untrusted_images).
+    """
+    long_name: str | None = None
+    is_lost = False
+    while True:
+        header, error = _read_exactly(stream, BLOCK)
+        if error or header is None:
+            if error:
+                yield TarMember(name="", content=None, error=error)
+            return
+        if not header.strip(b"\0"):
+            continue  # end-of-archive block; concatenated tars go on after it
+        if not _is_header(header):
+            if not is_lost:
+                yield TarMember(name="", content=None, error="damaged_tar_header")
+            is_lost, long_name = True, None
+            continue
+        is_lost = False
+        size = _number(header[124:136])
+        kind = header[156:157]
+        padded = -(-size // BLOCK) * BLOCK
+        if kind in (b"L", b"x", b"g", b"K"):
+            if size > 2**20:
+                yield TarMember(name="", content=None, error="damaged_tar_header")
+                is_lost = True
+                continue
+            content, error = _read_exactly(stream, padded)
+            if error or content is None:
+                yield TarMember(name="", content=None, error="truncated_tar")
+                return
+            if kind == b"L":
+                long_name = content[:size].rstrip(b"\0").decode("utf-8", "replace")
+            elif kind == b"x":
+                found = re.search(rb"\d+ path=([^\n]*)\n", content[:size])
+                long_name = found[1].decode("utf-8", "replace") if found else long_name
+            continue
+        name, long_name = long_name or _name(header), None
+        if kind not in (b"0", b"\0", b"7"):
+            if kind == b"S":  # GNU sparse: nobody stores pictures so
+                yield TarMember(name=name, content=None, error="sparse_tar_member")
+            if kind not in (b"1", b"2", b"3", b"4", b"5", b"6") and not _skip(stream, padded):
+                yield TarMember(name=name, content=None, error="truncated_tar")
+                return
+            continue
+        if size > MAX_MEMBER_BYTES:
+            yield TarMember(name=name, content=None, error="too_many_bytes")
+            if not _skip(stream, padded):
+                yield TarMember(name="", content=None, error="truncated_tar")
+                return
+            continue
+        content, error = _read_exactly(stream, padded)
+        if error or content is None:
+            yield TarMember(name=name, content=None, error="truncated_tar")
+            return
+        yield TarMember(name=name, content=content[:size])
+
+
+def _read_exactly(stream: IO[bytes], size: int) -> tuple[bytes | None, str | None]:
+    """(bytes, None); (None, None) at the end of the stream; (None, code) if it is cut or broken."""
+    try:
+        content = stream.read(size) if size else b""
+    except (OSError, EOFError):
+        return None, "truncated_tar"
+    if len(content) == size:
+        return content, None
+    return None, "truncated_tar" if content else None
+
+
+def _skip(stream: IO[bytes], size: int) -> bool:
+    while size > 0:
+        content, error = _read_exactly(stream, min(size, 2**20))
+        if error or content is None:
+            return False
+        size -= len(content)
+    return True
+
+
+def _is_header(block: bytes) -> bool:
+    try:
+        stated = int(block[148:156].strip(b" \0") or b"-1", 8)
+    except ValueError:
+        return False
+    return sum(block) - sum(block[148:156]) + 8 * 32 == stated
+
+
+def _number(field: bytes) -> int:
+    """A tar number: octal text, or base 256 where the first bit is set."""
+    if field[0] & 0x80:
+        return int.from_bytes(field[1:], "big")
+    try:
+        return int(field.strip(b" \0") or b"0", 8)
+    except ValueError:
+        return 2**63
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].partition(b"\0")[0]
+    if header[257:262] == b"ustar" and header[257:265] != b"ustar  \0":
+        prefix = header[345:500].partition(b"\0")[0]
+        name = prefix + b"/" + name if prefix else name
+    return name.decode("utf-8", "replace")
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """(key, suffix): the name up to its base name's first dot, and the rest in lower case."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return folder + slash + stem, suffix.lower()
+
+
+def _samples(members: Iterator[TarMember]) -> Iterator[list[TarMember]]:
+    """Runs of members that share a key; a fault without a name is a run of its own."""
+    sample: list[TarMember] = []
+    for member in members:
+        is_same = bool(
+            sample and member.name and _split_name(member.name)[0] == _split_name(sample[0].name)[0]
+        )
+        if sample and not is_same:
+            yield sample
+            sample = []
+        sample.append(member)
+    if sample:
+        yield sample
+
+
+def _record_of_sample(position: str, sample: list[TarMember]) -> RawRecord:
+    key = f"{position}:{_split_name(sample[0].name)[0]}"
+    by_suffix: dict[str, TarMember] = {}
+    for member in sample:
+        by_suffix.setdefault(_split_name(member.name)[1], member)
+    images = [suffix for suffix in IMAGE_SUFFIXES if suffix in by_suffix]
+    images += [s for s in by_suffix if "." in s and s.rpartition(".")[2] in IMAGE_SUFFIXES]
+    faults = [member.error for member in sample if member.error]
+    if not images:
+        return RawRecord(key=key, content=None, error=faults[0] if faults else "no_image")
+    image = by_suffix[images[0]]
+    if image.content is None:
+        return RawRecord(key=key, content=None, error=image.error)
+    return RawRecord(key=key, content=image.content, label=_label_of_sample(by_suffix))
+
+
+def _label_of_sample(by_suffix: dict[str, TarMember]) -> int | None:
+    try:
+        if "cls" in by_suffix and by_suffix["cls"].content is not None:
+            return int(by_suffix["cls"].content.strip())
+        if "json" in by_suffix and by_suffix["json"].content is not None:
+            label = json.loads(by_suffix["json"].content).get("label")
+            return label if isinstance(label, int) and not isinstance(label, bool) else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return None
+
+
+class IdxSource(Source):
+    """IDX files of the MNIST family, plain or gzip: uint8 [N, H, W] (or [N, H, W, 3]) and labels.
+
+    The labels lie beside the images under the family's naming (`train-images-idx3-ubyte` and
+    `train-labels-idx1-ubyte`) or are given as `idx:IMAGES,LABELS`.
+    """
+
+    def __init__(self, paths: str) -> None:
+        images, _, labels = paths.partition(",")
+        self.images = Location(images)
+        _require_path(self.images, "idx")
+        self.labels = Location(labels) if labels else self._find_labels()
+        if labels:
+            _require_path(Location(labels), "idx")
+        shape, _ = _read_idx(self.images.uri)
+        if len(shape) not in (3, 4) or (len(shape) == 4 and shape[3] not in (1, 3)):
+            raise ValueError(
+                f"source=idx:{self.images} has shape {shape}: images must be [N, H, W] or"
+                " [N, H, W, 1 or 3]; give the images file first, then a comma and the labels"
+            )
+        if self.labels is not None:
+            label_shape, _ = _read_idx(self.labels.uri)
+            if label_shape != shape[:1]:
+                raise ValueError(
+                    f"source=idx: {self.labels} has shape {label_shape}, but {self.images} has"
+                    f" {shape[0]} images; name the labels that belong to them after a comma"
+                )
+        self.shape = shape
+
+    def _find_labels(self) -> Location | None:
+        name = self.images.name
+        other = name.replace("images", "labels").replace("idx3", "idx1").replace("idx4", "idx1")
+        beside = Location(self.images.uri.removesuffix(name) + other)
+        return beside if other != name and beside.exists() else None
+
+    def list_units(self) -> list[SourceUnit]:
+        pixels_per_image = int(np.prod(self.shape[1:]))
+        if self.shape[0] == 0 or pixels_per_image == 0:
+            raise ValueError(f"source=idx:{self.images} holds no image")
+        # A cut-off file: its complete images, and one fault for all that is missing.
+        num_whole = len(_read_idx(self.images.uri)[1]) // pixels_per_image
+        num = min(self.shape[0], num_whole + 1)
+        return [
+            SourceUnit(index=i, name=self.images.name, start=s, stop=min(num, s + ROWS_PER_UNIT))
+            for i, s in enumerate(range(0, num, ROWS_PER_UNIT))
+        ]
+
+    def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
+        shape, values = _read_idx(self.images.uri)
+        pixels_per_image = int(np.prod(shape[1:]))
+        labels = _read_idx(self.labels.uri)[1] if self.labels is not None else None
+        for row in range(unit.start, unit.stop):
+            key = str(row)
+            flat = values[row * pixels_per_image : (row + 1) * pixels_per_image]
+            label = int(labels[row]) if labels is not None and row < len(labels) else None
+            if len(flat) < pixels_per_image:
+                yield RawRecord(key=key, content=None, label=label, error="truncated_file")
+                continue
+            yield RawRecord(key=key, content=flat.reshape(shape[1:]), label=label)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_idx(uri: str) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
+    """(shape, flat uint8 values); a cut-off file gives fewer values than its shape says."""
+    content = Location(uri).read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        content = _gunzip_as_far_as_possible(content)
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != 0x08:
+        raise ValueError(
+            f"source=idx:{uri} is not an IDX file of unsigned bytes (it must start with 00 00 08);"
+            " check the path"
+        )
+    num_dims = content[3]
+    if len(content) < 4 + 4 * num_dims:
+        raise ValueError(f"source=idx:{uri} ends inside its header; fetch the file again")
+    shape = np.frombuffer(content, ">u4", count=num_dims, offset=4)
+    return tuple(int(n) for n in shape), np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims)
+
+
+def _gunzip_as_far_as_possible(content: bytes) -> bytes:
+    parts = []
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+        try:
+            while part := stream.read(2**22):
+                parts.append(part)
+        except (OSError, EOFError, ValueError):
+            pass
+    return b"".join(parts)
+
+
+class SyntheticSource(Source):
+    """Procedural images: `FAMILY+FAMILY?num_images=N&size=S&seed=K`, families taken in turn."""
+
+    def __init__(self, spec: str) -> None:
+        names, _, query = spec.partition("?")
+        self.families = tuple(names.split("+"))
+        unknown = [name for name in self.families if name not in FAMILIES]
+        if unknown:
+            raise ValueError(
+                f"source=synthetic:{spec}: family {unknown[0]!r} is unknown; use one or more of"
+                f" {'+'.join(FAMILIES)}"
+            )
+        given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        numbers = {"num_images": None, "size": None, "seed": 0}
+        for field, value in given.items():
+            if field not in numbers or not re.fullmatch(r"\d+", value):
+                raise ValueError(
+                    f"source=synthetic:{spec}: {field}={value!r} is not understood; write"
+                    " ?num_images=N&size=S&seed=K with whole numbers"
+                )
+        merged = {**numbers, **{field: int(value) for field, value in given.items()}}
+        if not merged["num_images"] or not merged["size"] or not 8 <= merged["size"] <= 4096:
+            raise ValueError(
+                f"source=synthetic:{spec}: num_images={merged['num_images']} and"
+                f" size={merged['size']} must be given, num_images >= 1 and 8 <= size <= 4096"
+            )
+        self.num_images, self.size = merged["num_images"], merged["size"]
+        self.seed = merged["seed"] or 0
+
+    def list_units(self) -> list[SourceUnit]:
+        per_unit = SYNTHETIC_PER_UNIT if self.size <= SYNTHETIC_LARGE_SIDE else 64
+        return [
+            SourceUnit(index=i, name="synthetic", start=s, stop=min(self.num_images, s + per_unit))
+            for i, s in enumerate(range(0, self.num_images, per_unit))
+        ]
+
+    def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
+        num_families = len(self.families)
+        batches: dict[str, tuple[int, npt.NDArray[np.uint8]]] = {}
+        for index in range(unit.start, unit.stop):
+            family, number = self.families[index % num_families], index // num_families
+            start, batch = batches.get(family, (0, np.empty((0,), np.uint8)))
+            if not start <= number < start + len(batch):
+                last = (unit.stop - 1 - index) // num_families + 1
+                start, batch = (
+                    number,
+                    generate_batch(family, self.seed, number, min(64, last), self.size),
+                )
+                batches[family] = (start, batch)
+            yield RawRecord(key=f"{family}/{self.seed}/{number}", content=batch[number - start])
+
+
+SYNTHETIC_LARGE_SIDE = 128

@@ -1,0 +1,575 @@
+"""Plan + store -> each rank's units of images, in step order, each record exactly once.
+
+A *unit* is a fixed number of rows of one step and one rank, a few microbatches, padded with
+weight 0. A step's record ids come from one plan for all ranks; rank r takes a contiguous 1/W of
+them; every rank has the same number of units in a step, at least one. Two ways bring them with the
+same bits: a thread pool in the training process, and one ordered Ray Data pipeline for all ranks.
+
+How many rows a step has is a private fact: nothing here prints it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.images import (
+    NUM_CROP_UNIFORMS,
+    Pixels,
+    center_boxes,
+    crop_and_resize,
+    decode_stored,
+    random_crop_boxes,
+)
+from pipeline.data.shards import ShardStore, StorageFault
+from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, record_uniforms
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+PIXEL_CACHE_BYTES = 512 * 2**20
+RAY_PIXEL_CACHE_BYTES = 128 * 2**20
+ROWS_PER_CHUNK = 128
+MAX_READERS = 2
+STEPS_PER_PLAN_TASK = 8
+
+
+class DeliveryError(RuntimeError):
+    """What arrived is not the plan: the run must stop. Names no record and no count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """Everything that decides which images arrive, in which order and cut how; picklable.
+
+    Args:
+        plan: which records each step takes.
+        store_root: folder of the prepared dataset; its N must be the plan's.
+        augmentation_key: sub-key of crops and flips (never the noise sub-key).
+        world_size: number of ranks W.
+        microbatch_size: rows of one device pass.
+        microbatches_per_unit: so a unit has microbatch_size x microbatches_per_unit rows.
+        image_size: side of the views in pixels.
+        crop_scale: smallest and largest share of the area of a random crop.
+        first_step: the first step to deliver.
+        num_steps: how many steps to deliver from there on.
+        is_private: whether row counts are private facts; must be so for a Poisson plan.
+        augment: random crop and flip, or else the central square.
+    """
+
+    plan: PoissonPlan | ShufflePlan
+    store_root: str
+    augmentation_key: bytes = field(repr=False)
+    world_size: int
+    microbatch_size: int
+    microbatches_per_unit: int
+    image_size: int
+    crop_scale: tuple[float, float] = (0.2, 1.0)
+    first_step: int = 0
+    num_steps: int
+    is_private: bool
+    augment: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "microbatch_size", "microbatches_per_unit", "image_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("first_step", "num_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError(f"crop_scale={self.crop_scale} must satisfy 0 < low <= high <= 1")
+        if self.plan.is_private and not self.is_private:
+            raise ValueError("is_private=False with a Poisson plan: its row counts are private")
+
+    @property
+    def rows_per_unit(self) -> int:
+        """R: rows of every unit."""
+        return self.microbatch_size * self.microbatches_per_unit
+
+    @property
+    def steps(self) -> range:
+        """The steps that are delivered."""
+        return range(self.first_step, self.first_step + self.num_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Some rows of one rank's share of a step. Everything but the shapes is private.
+
+    Attributes:
+        step, unit, rank: which one it is; num_units: of this step, the same on every rank.
+        record_ids: int64 [R], -1 = padding.
+        weights: float32 [R], 0 for padding and for a record that does not decode, else 1.
+        images: uint8 [R, 3, S, S], zeros where the weight is 0.
+        labels: int64 [R], -1 where there is none.
+    """
+
+    step: int
+    unit: int
+    rank: int
+    num_units: int
+    record_ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+    images: npt.NDArray[np.uint8]
+    labels: npt.NDArray[np.int64]
+
+    def receipt(self) -> tuple[int, int]:
+        """(number of records, checksum of their ids): sums over units and ranks prove a step."""
+        real = self.record_ids[self.record_ids >= 0]
+        return len(real), checksum(real)
+
+
+# --------------------------------------------------------------------------- who gets which rows
+
+
+def rank_slice(
+    record_ids: npt.NDArray[np.int64], rank: int, world_size: int
+) -> npt.NDArray[np.int64]:
+    """Rank r's contiguous 1/W of a step's ids: disjoint, together all, sizes differ by <= 1."""
+    num = len(record_ids)
+    return record_ids[rank * num // world_size : (rank + 1) * num // world_size]
+
+
+def num_units_of_step(num_records: int, config: StreamConfig) -> int:
+    """Units per rank for a step of so many records: as the largest share needs, at least one."""
+    largest_share = -(-num_records // config.world_size)
+    return max(1, -(-largest_share // config.rows_per_unit))
+
+
+def unit_record_ids(
+    step_ids: npt.NDArray[np.int64], unit: int, rank: int, config: StreamConfig
+) -> npt.NDArray[np.int64]:
+    """One unit's record ids, int64 [R], padded with -1."""
+    share = rank_slice(step_ids, rank, config.world_size)
+    padded = np.full(config.rows_per_unit, -1, np.int64)
+    ids = share[unit * config.rows_per_unit : (unit + 1) * config.rows_per_unit]
+    padded[: len(ids)] = ids
+    return padded
+
+
+# ------------------------------------------------------------------------------ rows to pixels
+
+
+class PixelReader:
+    """Record ids -> decoded pixels, with a bounded cache where the whole dataset fits into it.
+
+    The cache belongs to one dataset (root and manifest digest) and is filled as records come by.
+    Records whose shape differs from the first one's are decoded anew each time. Thread-safe:
+    a row is marked as present after it is written, and all writers write the same bits.
+    """
+
+    def __init__(self, store: ShardStore, cache_bytes: int = PIXEL_CACHE_BYTES) -> None:
+        self.store = store
+        self._cache_bytes = cache_bytes
+        self._pixels: npt.NDArray[np.uint8] | None = None
+        self._is_present = np.zeros(0, bool)
+        self._lock = threading.Lock()
+
+    def read(
+        self, record_ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint8] | list[Pixels | None]:
+        """The records' pixels: [n, H, W, C] if all are at hand in one shape, else one by one.
+
+        An entry is None if the record's bytes are right but do not decode.
+
+        Raises:
+            StorageFault: storage does not return the bytes that the index names.
+        """
+        cached = self._pixels
+        if cached is not None and self._is_present[record_ids].all():
+            return cached[record_ids]
+        missing = np.arange(len(record_ids))
+        decoded: list[Pixels | None] = [None] * len(record_ids)
+        if cached is not None:
+            present = self._is_present[record_ids]
+            missing = np.flatnonzero(~present)
+            for row in np.flatnonzero(present).tolist():
+                decoded[row] = cached[record_ids[row]]
+        images = decode_stored(self.store.read(record_ids[missing]))
+        for row, image in zip(missing.tolist(), images, strict=True):
+            decoded[row] = image
+            if image is not None:
+                self._keep(int(record_ids[row]), image)
+        shapes = {None if image is None else image.shape for image in decoded}
+        if len(shapes) == 1 and None not in shapes:
+            return np.stack([image for image in decoded if image is not None])
+        return decoded
+
+    def _keep(self, record_id: int, image: Pixels) -> None:
+        if self._pixels is None:
+            num_records = self.store.num_records
+            if num_records * image.size > self._cache_bytes:
+                return
+            with self._lock:
+                if self._pixels is None:
+                    self._is_present = np.zeros(num_records, bool)
+                    self._pixels = np.empty((num_records, *image.shape), np.uint8)
+        if image.shape == self._pixels.shape[1:]:
+            self._pixels[record_id] = image
+            self._is_present[record_id] = True
+
+
+_readers: OrderedDict[tuple[str, str, int], PixelReader] = OrderedDict()
+_readers_lock = threading.Lock()
+
+
+def _shared_reader(root: str, manifest_digest: str, cache_bytes: int) -> PixelReader:
+    """This process's reader of exactly this dataset; the last few are kept."""
+    key = (root, manifest_digest, cache_bytes)
+    with _readers_lock:
+        if key not in _readers:
+            store = ShardStore(root)
+            if store.manifest.digest() != manifest_digest:
+                raise StorageFault(
+                    "the dataset was prepared anew since this stream was opened: start again"
+                )
+            _readers[key] = PixelReader(store, cache_bytes)
+            while len(_readers) > MAX_READERS:
+                _readers.popitem(last=False)
+        _readers.move_to_end(key)
+        return _readers[key]
+
+
+def _checked_digest(config: StreamConfig) -> str:
+    """The dataset's manifest digest. Raises ValueError where plan and dataset do not fit."""
+    manifest = ShardStore(config.store_root).manifest
+    if manifest.num_records != config.plan.num_records:
+        raise ValueError(
+            f"num_records={config.plan.num_records} of the plan is not the {manifest.num_records}"
+            f" of {config.store_root}; make the plan from the dataset's manifest"
+        )
+    if manifest.is_private and not config.is_private:
+        raise ValueError(
+            f"is_private=False, but {config.store_root} is marked private: use a private phase,"
+            " or a dataset marked public"
+        )
+    return manifest.digest()
+
+
+def read_views(
+    reader: PixelReader,
+    record_ids: npt.NDArray[np.int64],
+    *,
+    image_size: int,
+    crop_scale: tuple[float, float] = (0.2, 1.0),
+    augmentation: tuple[bytes, int] | None = None,
+    crop_fraction: float = 1.0,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+    """Views of some records.
+
+    Args:
+        reader: of the dataset.
+        record_ids: int64 [n], no padding.
+        image_size: side S of the views.
+        crop_scale: of a random crop.
+        augmentation: (augmentation sub-key, step) for random crops and flips by record id; None
+            for the central square.
+        crop_fraction: side of the central square as a share of the shorter side.
+
+    Returns:
+        images uint8 [n, 3, S, S] (zeros where a record does not decode), is_decoded bool [n].
+    """
+    views = np.zeros((len(record_ids), 3, image_size, image_size), np.uint8)
+    is_decoded = np.zeros(len(record_ids), bool)
+    for start in range(0, len(record_ids), ROWS_PER_CHUNK):
+        ids = record_ids[start : start + ROWS_PER_CHUNK]
+        pixels = reader.read(ids)
+        rows = np.array([row for row in range(len(ids)) if pixels[row] is not None], np.int64)
+        if not len(rows):
+            continue
+        images = pixels if isinstance(pixels, np.ndarray) else [p for p in pixels if p is not None]
+        heights = np.array([image.shape[0] for image in images])
+        widths = np.array([image.shape[1] for image in images])
+        if augmentation is None:
+            boxes = center_boxes(heights, widths, crop_fraction)
+            flips = np.zeros(len(rows), bool)
+        else:
+            key, step = augmentation
+            uniforms = record_uniforms(
+                key, step, ids[rows], purpose="crop", num_values=NUM_CROP_UNIFORMS
+            )
+            boxes, flips = random_crop_boxes(heights, widths, uniforms, crop_scale)
+        views[start + rows] = crop_and_resize(images, boxes, flips, image_size)
+        is_decoded[start + rows] = True
+    return views, is_decoded
+
+
+class _UnitBuilder:
+    """A unit's arrays, filled chunk by chunk."""
+
+    def __init__(
+        self, config: StreamConfig, step_ids: npt.NDArray[np.int64], step: int, unit: int, rank: int
+    ) -> None:
+        rows, size = config.rows_per_unit, config.image_size
+        ids = unit_record_ids(step_ids, unit, rank, config)
+        self.config = config
+        self.unit = Unit(
+            step=step,
+            unit=unit,
+            rank=rank,
+            num_units=num_units_of_step(len(step_ids), config),
+            record_ids=ids,
+            weights=np.zeros(rows, np.float32),
+            images=np.zeros((rows, 3, size, size), np.uint8),
+            labels=np.full(rows, -1, np.int64),
+        )
+        num_real = int((ids >= 0).sum())
+        self.chunks = [
+            slice(start, min(start + ROWS_PER_CHUNK, num_real))
+            for start in range(0, num_real, ROWS_PER_CHUNK)
+        ]
+
+    def fill(self, reader: PixelReader, chunk: slice) -> None:
+        config, unit = self.config, self.unit
+        ids = unit.record_ids[chunk]
+        images, is_decoded = read_views(
+            reader,
+            ids,
+            image_size=config.image_size,
+            crop_scale=config.crop_scale,
+            augmentation=(config.augmentation_key, unit.step) if config.augment else None,
+        )
+        unit.images[chunk] = images
+        unit.weights[chunk] = is_decoded
+        unit.labels[chunk] = reader.store.labels(ids)
+
+
+# ------------------------------------------------------------------------- way 1: a thread pool
+
+
+def thread_pool_units(
+    config: StreamConfig,
+    rank: int = 0,
+    num_threads: int | None = None,
+    *,
+    prefetch_units: int = 4,
+) -> Iterator[Unit]:
+    """One rank's units in (step, unit) order, read ahead by threads of this process.
+
+    Args:
+        config: what to deliver.
+        rank: whose units, in [0, world_size).
+        num_threads: None = one per CPU, at most 16.
+        prefetch_units: how many units are in work or waiting; bounds the memory.
+
+    Raises:
+        ValueError: plan and dataset do not fit together.
+        StorageFault: storage failed, after retries.
+
+    Guarantees:
+        1. Over all ranks each id of the plan comes exactly once (test_exact_delivery).
+        2. Every rank has the same number of units in a step, at least one (test_empty_steps).
+        3. A record that does not decode keeps its slot with weight 0 (test_undecodable_records).
+        4. Closing the generator ends its threads (test_stream).
+    """
+    if not 0 <= rank < config.world_size:
+        raise ValueError(f"rank={rank} must lie in [0, {config.world_size})")
+    digest = _checked_digest(config)
+    return _thread_pool_units(config, rank, digest, num_threads, prefetch_units)
+
+
+def _thread_pool_units(
+    config: StreamConfig, rank: int, digest: str, num_threads: int | None, prefetch_units: int
+) -> Iterator[Unit]:
+    reader = _shared_reader(config.store_root, digest, PIXEL_CACHE_BYTES)
+    pool = ThreadPoolExecutor(num_threads or min(16, os.cpu_count() or 1), "stream")
+    waiting: deque[tuple[Unit, list[Future[None]]]] = deque()
+
+    def first() -> Unit:
+        unit, chunks = waiting.popleft()
+        for chunk in chunks:
+            chunk.result()
+        return unit
+
+    try:
+        for step in config.steps:
+            step_ids = config.plan.record_ids(step)
+            for number in range(num_units_of_step(len(step_ids), config)):
+                builder = _UnitBuilder(config, step_ids, step, number, rank)
+                chunks = [pool.submit(builder.fill, reader, chunk) for chunk in builder.chunks]
+                waiting.append((builder.unit, chunks))
+                if len(waiting) >= prefetch_units:
+                    yield first()
+        while waiting:
+            yield first()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# --------------------------------------------------------- way 2: one Ray Data pipeline for all
+
+
+def ray_unit_iterators(
+    config: StreamConfig, *, num_cpus: float | None = None
+) -> list[DataIterator]:
+    """One ordered Ray Data pipeline dealt to all ranks: W picklable iterators, by rank.
+
+    Rank 0 makes them and sends them to the others; each feeds its own to `units_from_iterator`.
+    A row of the pipeline is a whole unit, so a block can never hold a part of one, and the split
+    deals rows in turn: unit i of the stream reaches rank i mod W. No bar, statistic or log line
+    of Ray's tells how many rows there were.
+
+    Args:
+        config: what to deliver.
+        num_cpus: the most CPUs that data tasks may hold; None = whatever the cluster has free.
+
+    Raises:
+        ValueError: plan and dataset do not fit together.
+    """
+    import ray.data  # noqa: PLC0415  seconds to load, and not needed for way 1
+    from ray.data import DataContext, ExecutionResources  # noqa: PLC0415
+
+    digest = _checked_digest(config)
+    context = _quiet(DataContext.get_current().copy())
+    if num_cpus:
+        context.execution_options.resource_limits = ExecutionResources(cpu=num_cpus)
+    plan, fetch = _PlanTask(config), _FetchTask(config, digest)
+    with DataContext.current(context):
+        dataset = (
+            ray.data.range(
+                config.num_steps,
+                override_num_blocks=max(1, math.ceil(config.num_steps / STEPS_PER_PLAN_TASK)),
+            )
+            .map_batches(plan.__call__, batch_size=None)
+            .repartition(target_num_rows_per_block=1)
+            .map_batches(fetch.__call__, batch_size=1)
+        )
+        return dataset.streaming_split(config.world_size, equal=False)
+
+
+def _quiet(context: Any) -> Any:
+    """Order kept; everything that would tell row counts or tracebacks switched off."""
+    context.execution_options.preserve_order = True
+    context.execution_options.verbose_progress = False
+    context.enable_progress_bars = False
+    context.enable_operator_progress_bars = False
+    context.print_on_execution_start = False
+    context.verbose_stats_logs = False
+    context.enable_auto_log_stats = False
+    return context
+
+
+_last_plans: OrderedDict[tuple[Any, int], npt.NDArray[np.int64]] = OrderedDict()
+
+
+def _planned(plan: PoissonPlan | ShufflePlan, step: int) -> npt.NDArray[np.int64]:
+    """A step's ids, kept for the step's other units that come to this worker."""
+    key = (plan, step)
+    if key not in _last_plans:
+        _last_plans[key] = plan.record_ids(step)
+        while len(_last_plans) > 2:
+            _last_plans.popitem(last=False)
+    return _last_plans[key]
+
+
+@dataclass(frozen=True)
+class _PlanTask:
+    """Numbers of steps -> one row of tags per unit, rank fastest."""
+
+    config: StreamConfig
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        config = self.config
+        rows = []
+        for offset in batch["id"].tolist():
+            step = config.first_step + offset
+            num_units = num_units_of_step(len(config.plan.record_ids(step)), config)
+            rows += [
+                (step, unit, rank) for unit in range(num_units) for rank in range(config.world_size)
+            ]
+        tags = np.array(rows, np.int64).reshape(-1, 3)
+        return {"step": tags[:, 0], "unit": tags[:, 1], "rank": tags[:, 2]}
+
+
+@dataclass(frozen=True)
+class _FetchTask:
+    """One row of tags -> one row that holds the whole unit, or the fault that kept it away."""
+
+    config: StreamConfig
+    manifest_digest: str
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        step, number, rank = (int(batch[name][0]) for name in ("step", "unit", "rank"))
+        step_ids = _planned(self.config.plan, step)
+        builder = _UnitBuilder(self.config, step_ids, step, number, rank)
+        fault = ""
+        try:
+            reader = _shared_reader(
+                self.config.store_root, self.manifest_digest, RAY_PIXEL_CACHE_BYTES
+            )
+            for chunk in builder.chunks:
+                builder.fill(reader, chunk)
+        except StorageFault as error:
+            fault = f"{error}\n{error.private_detail}"
+        except Exception as error:  # Ray would log its traceback, and with it what it was about
+            fault = f"a data task failed\n{type(error).__name__}: {error}"
+        unit = builder.unit
+        return {
+            "tags": np.array([[step, number, rank, unit.num_units]], np.int64),
+            "record_ids": unit.record_ids[None],
+            "weights": unit.weights[None],
+            "images": unit.images[None],
+            "labels": unit.labels[None],
+            "fault": np.array([fault], dtype=object),
+        }
+
+
+def units_from_iterator(iterator: DataIterator, config: StreamConfig, rank: int) -> Iterator[Unit]:
+    """One rank's units from its share of the Ray Data pipeline, each checked against its place.
+
+    Raises:
+        DeliveryError: a unit of another step, place or rank came, or the stream ended early.
+        StorageFault: a data task could not read its records; `private_detail` says which.
+    """
+    batches = iterator.iter_batches(  # a batch is a block as it came
+        batch_size=None,  # type: ignore[arg-type]  Ray documents None, its stub forgets it
+        batch_format="numpy",
+        prefetch_batches=2,
+    )
+    rows = _rows_of(batches)
+    for step in config.steps:
+        number, num_units = 0, 1
+        while number < num_units:
+            row = next(rows, None)
+            if row is None:
+                raise DeliveryError("the stream ended before its last step")
+            tags = tuple(int(tag) for tag in row["tags"])
+            if tags[:3] != (step, number, rank) or (number > 0 and tags[3] != num_units):
+                raise DeliveryError(
+                    f"rank {rank} waits for step {step} and was dealt another unit's rows; start"
+                    " the same command again to resume from the last checkpoint"
+                )
+            if row["fault"]:
+                message, _, detail = str(row["fault"]).partition("\n")
+                raise StorageFault(message, detail)
+            num_units = tags[3]
+            # Copies: a block in shared memory is read-only and must be let go of.
+            yield Unit(
+                step=step,
+                unit=number,
+                rank=rank,
+                num_units=num_units,
+                record_ids=np.array(row["record_ids"]),
+                weights=np.array(row["weights"]),
+                images=np.array(row["images"]),
+                labels=np.array(row["labels"]),
+            )
+            number += 1
+    if next(rows, None) is not None:
+        raise DeliveryError("the stream brought more than its last step")
+
+
+def _rows_of(batches: Any) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        for row in range(len(batch["tags"])):
+            yield {name: column[row] for name, column in batch.items()}
