@@ -62,6 +62,7 @@ def test_nothing_of_the_architectures_own_configuration_survives(
     assert tuple(found["mean"]) == IMAGE_MEAN
     assert tuple(found["std"]) == IMAGE_STD
     assert (found["tag"], found["license"]) == ("dp_mae_demo", "apache-2.0")
+    assert found["fixed_input_size"] and "test_input_size" not in found
     assert found["origin_url"] == "https://example.org/dp"
     assert "differential privacy" in found["description"]
     assert not {"hf_hub_id", "url", "paper_ids", "paper_name", "notes"} & found.keys()
