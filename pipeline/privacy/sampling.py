@@ -244,8 +244,8 @@ def record_uniforms(
     key: bytes,
     step: int,
     record_ids: np.ndarray,
-    *,
     purpose: str,
+    *,
     num_values: int,
     view: int = 0,
 ) -> np.ndarray:
