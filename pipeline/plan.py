@@ -7,17 +7,13 @@ phase. A private phase's Mechanism is made here and nowhere else; a plan over it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import floor
+from typing import Literal
 
-from pipeline.models.sizes import SIZES, num_parameters
-from pipeline.privacy.accountant import Epsilon, epsilon_of
-from pipeline.privacy.mechanism import (
-    Mechanism,
-    calibrate_noise_multiplier,
-    default_delta,
-    default_reserve_steps,
-)
+from pipeline.models.sizes import model_size, num_parameters
+from pipeline.privacy.accountant import Epsilon, calibrate_noise_multiplier, epsilon_of
+from pipeline.privacy.mechanism import Mechanism, default_delta, default_reserve_steps
 from pipeline.recipe import Phase, Recipe, RecipeError
 
 
@@ -87,20 +83,22 @@ def make_mechanism(phase: Phase, num_records: int) -> Mechanism:
     reserve = privacy.reserve_steps
     if reserve is None:
         reserve = default_reserve_steps(phase.steps, phase.checkpoint_interval)
-    fields = {
-        "num_records": num_records,
-        "expected_batch_size": batch_size,
-        "sampling_probability": batch_size / num_records,
-        "max_grad_norm": privacy.max_grad_norm,
-        "num_steps": phase.steps,
-        "reserve_steps": reserve,
-        "delta": privacy.delta or default_delta(num_records),
-        "adjacency": privacy.adjacency,
-    }
+    draft = Mechanism(
+        num_records=num_records,
+        expected_batch_size=batch_size,
+        sampling_probability=batch_size / num_records,
+        noise_multiplier=privacy.noise_multiplier or 1.0,
+        max_grad_norm=privacy.max_grad_norm,
+        num_steps=phase.steps,
+        reserve_steps=reserve,
+        delta=privacy.delta or default_delta(num_records),
+        adjacency=privacy.adjacency,
+    )
     if privacy.noise_multiplier is not None:
-        return Mechanism(noise_multiplier=privacy.noise_multiplier, **fields)
+        return draft
     assert privacy.target_epsilon is not None
-    return Mechanism.calibrate(target_epsilon=privacy.target_epsilon, **fields)
+    noise_multiplier = calibrate_noise_multiplier(draft, target_epsilon=privacy.target_epsilon)
+    return replace(draft, noise_multiplier=noise_multiplier)
 
 
 def _plan_phase(
@@ -134,7 +132,7 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
     privacy = phase.privacy
     assert privacy is not None
     mechanism = make_mechanism(phase, plan.num_records)
-    total = mechanism.num_steps + mechanism.reserve_steps
+    total = mechanism.max_charged_steps
     epsilon = epsilon_of([(mechanism, total)], mechanism.delta)
     target = privacy.target_epsilon
     if target is not None and epsilon.value > target:
@@ -144,18 +142,14 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
             f"steps (reserve included), over target_epsilon {target}: remove noise_multiplier to "
             "have it calibrated, or lower steps or expected_batch_size"
         )
-    calibrated = {}
+    calibrated: dict[str, float] = {}
     if compare and target is not None:
+        accountants: tuple[Literal["pld", "rdp"], ...] = ("pld", "rdp")
         calibrated = {
             accountant: calibrate_noise_multiplier(
-                target_epsilon=target,
-                sampling_probability=mechanism.sampling_probability,
-                num_steps=total,
-                delta=mechanism.delta,
-                adjacency=mechanism.adjacency,
-                accountant=accountant,
+                mechanism, target_epsilon=target, accountant=accountant
             )
-            for accountant in ("pld", "rdp")
+            for accountant in accountants
         }
     notes = []
     if plan.batch_size < privacy.expected_batch_size:
@@ -165,8 +159,8 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
         )
     if epsilon.value > 20:
         notes.append(f"epsilon {epsilon.value} gives next to no protection")
-    return PhasePlan(
-        **{name: getattr(plan, name) for name in _COMMON},
+    return replace(
+        plan,
         mechanism=mechanism,
         epsilon=epsilon,
         epsilon_without_reserve=epsilon_of([(mechanism, mechanism.num_steps)], mechanism.delta),
@@ -174,19 +168,6 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
         calibrated=calibrated,
         notes=tuple(notes),
     )
-
-
-_COMMON = (
-    "name",
-    "kind",
-    "num_records",
-    "batch_size",
-    "num_steps",
-    "learning_rate",
-    "num_images",
-    "coverage",
-    "memory_bytes",
-)
 
 
 def _refuse_joint_overrun(recipe: Recipe, plans: list[PhasePlan]) -> None:
@@ -201,7 +182,7 @@ def _refuse_joint_overrun(recipe: Recipe, plans: list[PhasePlan]) -> None:
             continue
         mechanisms = [plan.mechanism for plan in members if plan.mechanism is not None]
         delta = min(mechanism.delta for mechanism in mechanisms)
-        steps = [(m, m.num_steps + m.reserve_steps) for m in mechanisms]
+        steps = [(m, m.max_charged_steps) for m in mechanisms]
         total = epsilon_of(steps, delta)
         privacies = [recipe.phase(plan.name).privacy for plan in members]
         targets = [p.target_epsilon for p in privacies if p is not None and p.target_epsilon]
@@ -242,7 +223,7 @@ def memory_bytes(recipe: Recipe, phase: Phase) -> int:
     backward with fused attention).
     """
     model = recipe.model
-    size = SIZES[model.size]
+    size = model_size(model.size)
     patches = (model.image_size // model.patch_size) ** 2
     visible = int(patches * (1 - model.mask_ratio)) + 1
     encoder = size.depth * visible * size.width
@@ -250,4 +231,5 @@ def memory_bytes(recipe: Recipe, phase: Phase) -> int:
     pixels = 3 * model.image_size**2 * 8
     half = 0.5 if phase.precision == "bfloat16" else 1.0
     activations = int(phase.microbatch_size * (34 * 2 * half * (encoder + decoder) + pixels))
-    return 20 * num_parameters(size, model.image_size, model.patch_size) + activations
+    count = num_parameters(size, model.image_size, model.patch_size)
+    return 20 * count + activations

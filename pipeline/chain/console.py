@@ -8,7 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.data.prepare import read_summary
 from pipeline.plan import PhasePlan
+from pipeline.storage import Location
 from pipeline.training.metrics import PublicMetrics
 
 
@@ -97,3 +99,11 @@ def print_evaluation(console: Console, results: Mapping[str, Any]) -> None:
     for row in results["rows"]:
         table.add_row(*(str(cell) for cell in row))
     console.print(table)
+
+
+def print_prepared(console: Console, name: str, destination: Location) -> None:
+    """What prepare kept and left out, for the operator who runs it."""
+    summary = read_summary(destination)
+    kept = ", ".join(f"{split} {num:,}" for split, num in summary["num_records"].items())
+    left = ", ".join(f"{num:,} {reason}" for reason, num in summary["left_out"].items() if num)
+    console.print(f"data {name} ({summary['visibility']}): {kept}; left out: {left or 'none'}")

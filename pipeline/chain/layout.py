@@ -127,6 +127,19 @@ class RunLayout:
         """N of each prepared data set, by reference."""
         return {ref: manifest.num_records for ref, manifest in self.manifests().items()}
 
+    def is_prepared(self) -> bool:
+        """Whether every data set has its manifest."""
+        references = [ref for name in self.recipe.data for ref in self.references(name)]
+        return all(DatasetManifest.exists(self.data_root(ref)) for ref in references)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a phase has ended."""
+        return self.finished_phase(name) is not None
+
+    def is_reported(self) -> bool:
+        """Whether the last step, the report, is written."""
+        return self.report.exists()
+
     def finished_phase(self, name: str) -> Location | None:
         """The final checkpoint of a phase, or None while there is none."""
         latest = latest_checkpoint(self.phase(name))

@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import torch
 
-from pipeline.data.images import center_view, decode_image
 from pipeline.data.shards import ShardStore
+from pipeline.data.stream import PixelReader, read_views
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.privacy.sampling import record_uniforms
 from pipeline.training.settings import PhaseSettings
@@ -37,8 +37,8 @@ class HeldOutLoss:
         count = min(settings.phase.held_out_images, store.num_records)
         self._ids = np.linspace(0, store.num_records - 1, count).astype(np.int64)
         size = settings.model.image_size
-        contents = store.read(self._ids)
-        self._images = np.stack([center_view(decode_image(c), size) for c in contents])
+        images, is_decoded = read_views(PixelReader(store, 0), self._ids, image_size=size)
+        self._ids, self._images = self._ids[is_decoded], images[is_decoded]
 
     @torch.no_grad()
     def measure(self, model: MaskedAutoencoder) -> float | None:

@@ -17,13 +17,18 @@ import torch
 
 from pipeline import recipe
 from pipeline.data.shards import ShardStore
-from pipeline.data.stream import StreamConfig, Unit
+from pipeline.data.stream import DeliveryError, StreamConfig, Unit
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.models.sizes import model_size
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.ledger import Attempt, Ledger, ReserveExhausted
-from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, record_uniforms
+from pipeline.privacy.sampling import (
+    PoissonPlan,
+    ShufflePlan,
+    checksum,
+    record_uniforms,
+)
 from pipeline.storage import Location
 from pipeline.training.checkpoint import (
     CheckpointFacts,
@@ -53,10 +58,6 @@ OpenUnits = Callable[[StreamConfig], Iterator[Unit]]
 OnWindow = Callable[[PublicMetrics], None]
 
 COMPLETE, RESERVE_USED_UP = "complete", "reserve_used_up"
-
-
-class DeliveryError(RuntimeError):
-    """The images that reached the ranks are not the ones the plan drew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +173,14 @@ class _OpenPhase:
         num_records = store.num_records
         if mechanism is None:
             key = AttemptKey.from_bytes(_public_secret(settings))
-            self.plan = ShufflePlan(key.sampling_key(), num_records, settings.batch_size)
+            self.plan = ShufflePlan(
+                key=key.sampling_key(), num_records=num_records, batch_size=settings.batch_size
+            )
             self.gradients = PublicGradients(self.model, settings, store.manifest.visibility)
         else:
             key = self._open_attempt()
-            self.plan = PoissonPlan(
-                key.sampling_key(), mechanism.num_records, mechanism.sampling_probability
-            )
-            self.gradients = PrivateGradients(self.model, settings, key, self.private_log)
+            self.plan = mechanism.plan(key.sampling_key(), num_records=num_records)
+            self.gradients = PrivateGradients(self.model, settings, self.plan, key, self.private_log)
         self.augmentation_key = key.augmentation_key()
         self.units = open_units(
             StreamConfig(
@@ -261,8 +262,7 @@ class _OpenPhase:
         self.gradients.begin_step(step)
         delivered = np.zeros(2, dtype=np.int64)
         for unit in self._units_of(step):
-            real = unit.record_ids[unit.record_ids >= 0]
-            delivered += np.array([len(real), checksum(real)], dtype=np.int64)
+            delivered += np.array(unit.receipt(), dtype=np.int64)
             self._accumulate(unit)
         self._check_delivery(step, delivered)
         released = self.gradients.finish_step(step)

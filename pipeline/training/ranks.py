@@ -42,3 +42,11 @@ class Ranks:
         """Wait for every rank."""
         if self.world_size > 1:
             self.sum_int64(torch.zeros(1, dtype=torch.int64))
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of a phase without Ray workers. Raises ValueError if there is no such device."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("resources.device is cuda and this machine has no CUDA device: set cpu")
+    use_cuda = wanted != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if use_cuda else "cpu")

@@ -1,0 +1,55 @@
+"""The whole chain, public then private, each stage as its own Ray job.
+
+    ray job submit --working-dir . -- python jobs/chain.py RECIPE [--set PATH=VALUE ...]
+
+    prepare ─ phase 1 (public) ─ phase 2 (private) ─ … ─ evaluate, export, report
+
+This job needs no GPU. A stage whose marker is in storage is skipped, a running one is followed, so
+submitting the same recipe again resumes it and never runs anything twice.
+"""
+
+import shlex
+from functools import partial
+
+import click
+from ray.job_submission import JobSubmissionClient
+from rich.console import Console
+
+from pipeline.chain.stages import claim
+from pipeline.cluster.jobs import Stage, follow_stage, parent_runtime_env
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("--set", "overrides", multiple=True)
+def main(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Run every stage of RECIPE in order."""
+    console = Console(highlight=False, soft_wrap=True)
+    layout = claim(recipe, overrides, console)
+    chosen = [*overrides, f"storage={layout.storage}"]
+    rest = shlex.join([recipe, *(word for override in chosen for word in ("--set", override))])
+    stages = [
+        Stage(
+            name="prepare", entrypoint=f"python jobs/prepare.py {rest}", is_done=layout.is_prepared
+        )
+    ]
+    for phase in layout.recipe.phases:
+        command = f"python jobs/pretrain.py {rest} --phase {phase.name}"
+        is_done = partial(layout.is_trained, phase.name)
+        stages.append(Stage(name=phase.name, entrypoint=command, is_done=is_done))
+    command = f"python jobs/evaluate.py {rest}"
+    stages.append(Stage(name="evaluate", entrypoint=command, is_done=layout.is_reported))
+    for stage in stages:
+        follow_stage(
+            JobSubmissionClient(),
+            layout.recipe.name,
+            stage,
+            runtime_env=parent_runtime_env(),
+            metadata={"recipe_digest": layout.recipe.digest()},
+            say=console.print,
+        )
+    console.print(f"All done. Report: {layout.report}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Evaluate a trained recipe, export its encoder and write the report.
+
+ray job submit --working-dir . -- python jobs/evaluate.py RECIPE [--set PATH=VALUE ...]
+"""
+
+import click
+from rich.console import Console
+
+from pipeline.chain.results import evaluate_stage, export_stage, report_stage
+from pipeline.chain.stages import claim
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("--set", "overrides", multiple=True)
+def main(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Judge the encoder on public labelled images; write export and report."""
+    console = Console(highlight=False, soft_wrap=True)
+    layout = claim(recipe, overrides, console)
+    evaluate_stage(layout, console)
+    export_stage(layout, console)
+    report_stage(layout, console)
+
+
+if __name__ == "__main__":
+    main()

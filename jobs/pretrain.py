@@ -1,0 +1,26 @@
+"""Train one phase of a recipe on the Ray cluster this job runs on.
+
+ray job submit --working-dir . -- python jobs/pretrain.py RECIPE --phase NAME [--set PATH=VALUE ...]
+"""
+
+import click
+from rich.console import Console
+
+from pipeline.chain.stages import claim, train_stage
+from pipeline.cluster.local import connected
+from pipeline.training.workers import train_under_ray
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("--phase", required=True)
+@click.option("--set", "overrides", multiple=True)
+def main(recipe: str, phase: str, overrides: tuple[str, ...]) -> None:
+    """Train the phase from where it stands to its end."""
+    console = Console(highlight=False, soft_wrap=True)
+    with connected():
+        train_stage(claim(recipe, overrides, console), phase, console, train_under_ray)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The stages of a run: prepare and train here; evaluate, export, report in results.py.
+
+Each looks for its marker first, so that calling it again resumes it or does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pipeline.chain.console import print_prepared, progress_line
+from pipeline.chain.layout import RunLayout, claim_run
+from pipeline.data.manifest import DatasetManifest
+from pipeline.data.prepare import PrepareProgress, prepare
+from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
+from pipeline.plan import PhasePlan, plan_recipe
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.training.metrics import PublicMetrics
+from pipeline.training.phase import PhaseOutcome, run_phase
+from pipeline.training.ranks import Ranks, choose_device
+from pipeline.training.settings import PhaseSettings
+
+TrainUnderRay = Callable[[PhaseSettings, Callable[[PublicMetrics], None]], PhaseOutcome]
+
+
+def claim(recipe_path: str, overrides: Sequence[str], console: Console) -> RunLayout:
+    """The run of a recipe file, as `claim_checked` finds it.
+
+    In a Ray job a relative `storage` would lie in the job's throw-away folder, so there it is taken
+    below the home directory instead, and said.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    place = Path(recipe.storage).expanduser()
+    is_in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if is_in_job and "://" not in recipe.storage and not place.is_absolute():
+        moved = str(Path.home() / "dp-pretrain" / place)
+        console.print(f"storage {recipe.storage!r} is relative: this job uses {moved}")
+        recipe = recipe.model_copy(update={"storage": moved})
+    return claim_checked(recipe, console)
+
+
+def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
+    """Refuse an impossible plan or storage before anything is made, then find or make the run."""
+    _check_storage(recipe)
+    layout = RunLayout(recipe)
+    known = layout.num_records()
+    if all(ref in known or _is_declared(recipe, ref) for ref in (p.data for p in recipe.phases)):
+        plan_recipe(recipe, known)
+    claimed, note = claim_run(recipe)
+    if note:
+        console.print(f"note: {note}", style="yellow")
+    return claimed
+
+
+def _is_declared(recipe: Recipe, reference: str) -> bool:
+    return recipe.data[reference.partition(".")[0]].num_records is not None
+
+
+def _check_storage(recipe: Recipe) -> None:
+    """Storage can be written. Raises ValueError that says what to do."""
+    probe = RunLayout(recipe).storage / ".writable"
+    try:
+        probe.write_bytes(b"")
+        probe.delete()
+    except OSError as error:
+        raise ValueError(
+            f"storage is {recipe.storage!r}: it cannot be written ({error}); give a place you may "
+            "write, as in --set storage=/path"
+        ) from None
+
+
+def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None:
+    """Prepare every data set, public ones first: a private set leaves out what they hold."""
+    data = layout.recipe.data
+    for name in sorted(data, key=lambda name: data[name].visibility == "private"):
+        destination = layout.dataset(name)
+        with _preparing(console, name) as show:
+            prepare(
+                layout.prepare_config(name),
+                destination,
+                show,
+                executor="ray" if use_ray else "threads",
+            )
+        print_prepared(console, name, destination)
+
+
+@contextmanager
+def _preparing(console: Console, name: str) -> Iterator[Callable[[PrepareProgress], None]]:
+    """A progress bar for prepare's two passes over its units."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[records]} images"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"prepare {name}", total=None, records="0")
+
+        def show(state: PrepareProgress) -> None:
+            passes = 1 if state.stage == "writing" else 0
+            share = (state.num_done / max(state.num_units, 1) + passes) / 2
+            bar.update(task, total=1.0, completed=share, records=f"{state.num_records:,}")
+
+        yield show
+
+
+def plan_stage(layout: RunLayout) -> list[PhasePlan]:
+    """The plan with the manifests' N, which rule over the recipe's."""
+    return plan_recipe(layout.recipe, layout.num_records())
+
+
+def phase_settings(layout: RunLayout, name: str) -> PhaseSettings:
+    """What the ranks of a phase need to know.
+
+    Raises:
+        ValueError: if the data is not prepared, or the phase before is not finished.
+    """
+    recipe = layout.recipe
+    phase = recipe.phase(name)
+    root = layout.data_root(phase.data)
+    if not DatasetManifest.exists(root):
+        raise ValueError(f"phase {name}: {phase.data!r} is not prepared yet; run prepare first")
+    manifest = DatasetManifest.load(root)
+    plan = next(plan for plan in plan_stage(layout) if plan.name == name)
+    is_private = phase.kind == "private"
+    return PhaseSettings(
+        run=recipe.name,
+        phase=phase,
+        model=recipe.model,
+        recipe_digest=recipe.digest(),
+        mechanism=plan.mechanism,
+        dataset_root=str(root),
+        held_out_root=str(layout.data_root(phase.held_out)) if phase.held_out else None,
+        output=str(layout.phase(name)),
+        init_from=_init_from(layout, name),
+        ledger_home=layout.ledger_home if is_private else None,
+        domain=manifest.domain or f"public-{phase.data}" if is_private else None,
+        private_log=layout.private_log if is_private else None,
+        seed=recipe.seed,
+    )
+
+
+def _init_from(layout: RunLayout, name: str) -> str | None:
+    """The checkpoint that a phase starts from, or None for fresh weights."""
+    names = [phase.name for phase in layout.recipe.phases]
+    init, position = layout.recipe.phase(name).init, names.index(name)
+    if init == "fresh" or (init == "previous" and position == 0):
+        return None
+    if init != "previous":
+        return init
+    before = layout.finished_phase(names[position - 1])
+    if before is None:
+        raise ValueError(f"phase {name} starts from {names[position - 1]}, which is not finished")
+    return str(before)
+
+
+def train_stage(
+    layout: RunLayout, name: str, console: Console, train_under_ray: TrainUnderRay | None
+) -> None:
+    """Train one phase to its end, in this process (`workers: 0`) or on Ray Train workers."""
+    settings = phase_settings(layout, name)
+    phase = settings.phase
+
+    def show(metrics: PublicMetrics) -> None:
+        console.print(progress_line(name, phase.steps, metrics))
+
+    if layout.finished_phase(name) is not None:
+        console.print(f"{name}: done")
+        return
+    if phase.resources.workers == 0:
+        outcome = _train_here(settings, show)
+    else:
+        assert train_under_ray is not None
+        outcome = train_under_ray(settings, show)
+    if outcome.step < phase.steps:
+        console.print(
+            f"{name}: its reserve of steps for restarts is used up, so it ends early and validly "
+            f"at step {outcome.step} of {phase.steps}",
+            style="yellow",
+        )
+
+
+def _train_here(settings: PhaseSettings, show: Callable[[PublicMetrics], None]) -> PhaseOutcome:
+    resources = settings.phase.resources
+
+    def open_units(config: StreamConfig) -> Iterator[Unit]:
+        return thread_pool_units(config, 0, resources.data_cpus)
+
+    return run_phase(settings, Ranks(choose_device(resources.device)), open_units, show)
