@@ -9,6 +9,7 @@ Source: arXiv 2111.06377 (MAE), with the sizes of arXiv 2306.08842 (ViP).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -186,7 +187,6 @@ class MaskedAutoencoder(nn.Module):
         mask_MT = torch.zeros_like(mask_uniforms_MT, dtype=torch.bool).scatter_(1, masked_MR, True)
         return self.unpatchify(patches_MTP.scatter(1, index_MRP, predicted_MRP)), mask_MT
 
-    @torch.no_grad()
     def features(self, images_MCHW: Tensor, rule: str = "last_block") -> Tensor:
         """Frozen features_MF of whole (unmasked) images by one of `FEATURE_RULES`.
 
@@ -196,19 +196,25 @@ class MaskedAutoencoder(nn.Module):
         Raises:
             ValueError: for an unknown rule.
         """
-        if rule not in FEATURE_RULES:
-            raise ValueError(f"feature rule is {rule!r}; known rules: {', '.join(FEATURE_RULES)}")
-        if rule == "last_block":
-            tokens_MLD = self.encoder.forward_features(images_MCHW)
-            return tokens_MLD[:, self.encoder.num_prefix_tokens :].mean(1)
-        blocks = self.encoder.forward_intermediates(
-            images_MCHW,
-            indices=min(12, self.size.depth),
-            norm=False,
-            output_fmt="NLC",
-            intermediates_only=True,
+        return self.features_by_rule(images_MCHW, (rule,))[rule]
+
+    @torch.no_grad()
+    def features_by_rule(self, images_MCHW: Tensor, rules: Sequence[str]) -> dict[str, Tensor]:
+        """`features` by several rules from one pass."""
+        for rule in rules:
+            if rule not in FEATURE_RULES:
+                known = ", ".join(FEATURE_RULES)
+                raise ValueError(f"feature rule is {rule!r}; known rules: {known}")
+        final_MTD, blocks_MTD = cast(
+            "tuple[Tensor, list[Tensor]]",
+            self.encoder.forward_intermediates(
+                images_MCHW, indices=min(12, self.size.depth), norm=False, output_fmt="NLC"
+            ),
         )
-        return torch.cat([tokens_MTD.mean(1) for tokens_MTD in cast("list[Tensor]", blocks)], dim=1)
+        found = {"last_block": final_MTD[:, self.encoder.num_prefix_tokens :].mean(1)}
+        if "last_12_blocks" in rules:
+            found["last_12_blocks"] = torch.cat([block.mean(1) for block in blocks_MTD], dim=1)
+        return {rule: found[rule] for rule in rules}
 
     # The two halves
 

@@ -299,6 +299,9 @@ def test_features_are_means_of_patch_tokens() -> None:
         module.register_forward_hook(lambda _, __, output: outputs.append(output))
     model.encoder.forward_features(images)
     torch.testing.assert_close(stacked, torch.cat([o[:, 1:].mean(1) for o in outputs], 1))
+    both = model.features_by_rule(images, ("last_block", "last_12_blocks"))
+    assert torch.equal(both["last_block"], model.features(images))
+    assert torch.equal(both["last_12_blocks"], stacked)
     with pytest.raises(ValueError, match="known rules: last_block"):
         model.features(images, "mean")
     assert set(FEATURE_RULES) == {"last_block", "last_12_blocks"}

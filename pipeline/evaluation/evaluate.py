@@ -1,0 +1,374 @@
+"""Several encoders and the baselines, judged on public images: one table, ready for JSON.
+
+Every number names its images, its seed, its interval and its rule; losses with and without
+norm_pix_loss are never mixed without saying so.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pipeline.data.images import ImageError, center_view, decode_image
+from pipeline.evaluation.probe import (
+    Z_95,
+    DigestStore,
+    assert_disjoint,
+    few_shot,
+    linear_probe,
+    raw_pixel_features,
+)
+from pipeline.models.mae import FEATURE_RULES, MaskedAutoencoder, normalise_images
+
+RAW_PIXELS = "raw pixels"
+RANDOM_ENCODER = "random encoder"
+MASK_SEED = 0x6D61736B  # public: the same masks for every model, run and machine
+MICROBATCH_SIZE = 256
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def visibility(self) -> str: ...
+
+
+class ImageStore(DigestStore, Protocol):
+    """What is asked of a prepared set (`ShardStore` of pipeline/data/shards.py)."""
+
+    @property
+    def manifest(self) -> _Named:
+        """Its name and whether it is public."""
+
+    def read(self, record_ids: npt.ArrayLike) -> list[bytes]:
+        """Stored bytes of records."""
+
+    def labels(self, record_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Labels of records, -1 where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """Masked-autoencoder loss on images that trained nothing.
+
+    Args:
+        model: Whose loss.
+        loss: Mean over the images.
+        interval: Normal 95 % interval of that mean over the images.
+        num_images: How many.
+        images: Name of the set.
+        norm_pix_loss: Whether patches were normalised; losses compare only where this is equal.
+        mask_ratio: Share of hidden patches.
+        mask_seed: Public constant that fixes the masks.
+    """
+
+    model: str
+    loss: float
+    interval: tuple[float, float]
+    num_images: int
+    images: str
+    norm_pix_loss: bool
+    mask_ratio: float
+    mask_seed: int
+
+
+def evaluate_encoders(
+    models: Mapping[str, MaskedAutoencoder],
+    *,
+    probe_store: ImageStore,
+    score_store: ImageStore,
+    private_stores: Sequence[ImageStore],
+    held_out_store: ImageStore | None = None,
+    rules: Sequence[str] = ("last_block",),
+    shots: int = 10,
+    draws: int = 5,
+    seed: int = 0,
+    max_images: int | None = None,
+    max_held_out_images: int = 2_000,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Linear probe, few-shot accuracy and held-out loss of some models and of the baselines.
+
+    Raw pixels and a random encoder (the first model's shape, weights drawn by `seed`) are always
+    added; pass the warm-up alone as one of the models.
+
+    Args:
+        models: By the name that the table shows; all of one image size, each on its own device.
+        probe_store: Labelled public images that the probe is fitted on.
+        score_store: Other labelled public images, on which it is scored.
+        private_stores: Every private set that any of the models has seen.
+        held_out_store: Public images for the loss; `score_store` if None.
+        rules: Some of `FEATURE_RULES`.
+        shots: Labelled images per class of the few-shot score; 0 leaves it out.
+        draws: How often they are drawn.
+        seed: Decides draws, held-back images, subsets and the random encoder.
+        max_images: Use a random subset of at most this many of each labelled set.
+        max_held_out_images: The same for the loss.
+        progress: Told what is being computed.
+    Returns:
+        JSON-ready: `probes` (one entry per model and rule, with `linear_probe` and `few_shot`),
+        `losses`, `images` (what was used), `seed`.
+    Raises:
+        ValueError: a set that is not marked public or shares an image with a private one; the
+            fitting and scoring sets sharing one; models of different image sizes; no labels.
+
+    Guarantees:
+        1. Nothing is scored on a private set or on an image of one.
+        2. The same inputs give the same table.
+    """
+    say = progress or (lambda _: None)
+    held_out_store = held_out_store or score_store
+    if not models:
+        raise ValueError("models is empty: give at least one model to evaluate")
+    image_sizes = {model.image_size for model in models.values()}
+    if len(image_sizes) > 1:
+        raise ValueError(f"models have image sizes {sorted(image_sizes)}: allowed is one size")
+    for taken in (RAW_PIXELS, RANDOM_ENCODER):
+        if taken in models:
+            raise ValueError(f"models has {taken!r}, which is added anyway: use another name")
+    say("checking that the evaluation images are public and in no private set")
+    _refuse_private_images((probe_store, score_store, held_out_store), private_stores)
+    _refuse_shared_images(probe_store, score_store)
+
+    everyone = {RANDOM_ENCODER: _random_encoder(next(iter(models.values())), seed), **models}
+    image_size = image_sizes.pop()
+    features: list[dict[tuple[str, str], Tensor]] = []
+    labels, used = [], []
+    for role, store in (("fitted on", probe_store), ("scored on", score_store)):
+        say(f"computing features of {store.manifest.name}")
+        chosen = _labelled_ids(store, max_images, seed)
+        found, kept = _features(everyone, rules, store, chosen, image_size)
+        features.append(found)
+        labels.append(store.labels(kept))
+        unreadable = len(chosen) - len(kept)
+        used.append(
+            {
+                "role": role,
+                "name": store.manifest.name,
+                "num_images": len(kept),
+                "num_unreadable": unreadable,
+            }
+        )
+
+    probes = []
+    for name, rule in features[0]:
+        say(f"probing {name}, {rule}")
+        fit, score = features[0][name, rule], features[1][name, rule]
+        probe = linear_probe(fit, labels[0], score, labels[1], rule=rule, seed=seed)
+        few = None
+        if shots:
+            few = few_shot(
+                fit, labels[0], score, labels[1], rule=rule, shots=shots, draws=draws, seed=seed
+            )
+        probes.append(
+            {
+                "model": name,
+                "rule": rule,
+                "rule_description": FEATURE_RULES.get(rule, rule),
+                "linear_probe": _jsonable(probe),
+                "few_shot": _jsonable(few) if few else None,
+            }
+        )
+    losses = []
+    for name, model in everyone.items():
+        say(f"held-out loss of {name}")
+        loss = held_out_loss(
+            model, held_out_store, name=name, max_images=max_held_out_images, seed=seed
+        )
+        losses.append(_jsonable(loss))
+    return {"probes": probes, "losses": losses, "images": used, "seed": seed}
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: MaskedAutoencoder,
+    store: ImageStore,
+    *,
+    name: str = "model",
+    max_images: int = 2_000,
+    seed: int = 0,
+) -> HeldOutLoss:
+    """The loss on public images with masks that depend on the record id and a constant alone.
+
+    Args:
+        model: The model, on any device.
+        store: A set marked public.
+        name: How the table calls the model.
+        max_images: Use a random subset of at most this many.
+        seed: Decides the subset.
+    Raises:
+        ValueError: if the set is not public, or holds no readable image.
+    """
+    _require_public(store)
+    device = model.mask_token.device
+    chosen = _subset(np.arange(store.num_records), max_images, seed)
+    losses: list[float] = []
+    for ids, images_M3HW in _views(store, chosen, model.image_size):
+        uniforms_MT = np.stack(
+            [np.random.default_rng([MASK_SEED, int(i)]).random(model.num_patches) for i in ids]
+        )
+        inputs = normalise_images(images_M3HW.to(device))
+        losses += model(inputs, torch.from_numpy(uniforms_MT).to(device)).tolist()
+    if not losses:
+        raise ValueError(f"{store.manifest.name!r} has no readable image to measure the loss on")
+    mean = math.fsum(losses) / len(losses)
+    half = Z_95 * float(np.std(losses, ddof=1)) / math.sqrt(len(losses)) if losses[1:] else math.inf
+    return HeldOutLoss(
+        model=name,
+        loss=mean,
+        interval=(mean - half, mean + half),
+        num_images=len(losses),
+        images=store.manifest.name,
+        norm_pix_loss=model.norm_pix_loss,
+        mask_ratio=model.mask_ratio,
+        mask_seed=MASK_SEED,
+    )
+
+
+def format_results(results: Mapping[str, Any]) -> str:
+    """The table of `evaluate_encoders` as text for a terminal."""
+    fitted, scored = (part["num_images"] for part in results["images"])
+    few = next((p["few_shot"] for p in results["probes"] if p["few_shot"]), None)
+    headings = ["model", "features", "linear probe"]
+    if few:
+        headings.append(f"{few['shots']} per class")
+    rows = [headings]
+    for probe in results["probes"]:
+        row = [probe["model"], probe["rule"], _percent(probe["linear_probe"])]
+        rows.append([*row, _percent(probe["few_shot"])] if few else row)
+    lines = [
+        _aligned(rows),
+        f"  {fitted} images fitted on, {scored} scored, seed {results['seed']}",
+    ]
+    lines[1] += "; probe: Wilson 95 % over the images"
+    lines[1] += f"; few-shot: mean of {few['draws']} draws, 95 % t interval" if few else ""
+    if results["losses"]:
+        loss = results["losses"][0]
+        entries = [
+            [entry["model"], f"{entry['loss']:.4f}", "[{:.4f}, {:.4f}]".format(*entry["interval"])]
+            for entry in results["losses"]
+        ]
+        lines.append("")
+        lines.append(_aligned([["model", "held-out loss", "95 % interval"], *entries]))
+        switch = "on" if loss["norm_pix_loss"] else "off"
+        lines.append(f"  {loss['num_images']} images of {loss['images']}, norm_pix_loss {switch}")
+    return "\n".join(lines)
+
+
+def _refuse_private_images(
+    scored: Sequence[ImageStore], private_stores: Sequence[ImageStore]
+) -> None:
+    named = [(store.manifest.name, store) for store in private_stores]
+    for position, store in enumerate(scored):
+        if any(store is earlier for earlier in scored[:position]):
+            continue
+        _require_public(store)
+        assert_disjoint(store.manifest.name, store, named)
+
+
+def _require_public(store: ImageStore) -> None:
+    if store.manifest.visibility != "public":
+        raise ValueError(
+            f"evaluation set {store.manifest.name!r} is marked {store.manifest.visibility}: a "
+            f"score on it would be a release; evaluate on a set marked public"
+        )
+
+
+def _refuse_shared_images(probe_store: ImageStore, score_store: ImageStore) -> None:
+    """Fitting and scoring images must differ; both are public: the message may count them."""
+    fitted = {digest.tobytes() for digest in probe_store.pixel_digests(None)}
+    shared = sum(digest.tobytes() in fitted for digest in score_store.pixel_digests(None))
+    if shared:
+        raise ValueError(
+            f"{probe_store.manifest.name!r} and {score_store.manifest.name!r} share {shared} "
+            f"images: the score would count images that the probe was fitted on; use two splits"
+        )
+
+
+def _random_encoder(model: MaskedAutoencoder, seed: int) -> MaskedAutoencoder:
+    """The same shape with fresh weights, on the same device."""
+    fresh = copy.deepcopy(model).cpu()
+    fresh.initialise(torch.Generator().manual_seed(seed))
+    return fresh.to(model.mask_token.device)
+
+
+def _labelled_ids(store: ImageStore, max_images: int | None, seed: int) -> npt.NDArray[np.int64]:
+    labelled = np.flatnonzero(store.labels(np.arange(store.num_records)) >= 0)
+    if not len(labelled):
+        raise ValueError(f"{store.manifest.name!r} has no labelled image: a probe needs labels")
+    return _subset(labelled, max_images, seed)
+
+
+def _subset(ids: npt.NDArray[np.int64], max_images: int | None, seed: int) -> npt.NDArray[np.int64]:
+    if max_images is None or len(ids) <= max_images:
+        return ids
+    return np.sort(np.random.default_rng([seed, 2]).permutation(ids)[:max_images])
+
+
+def _views(
+    store: ImageStore, ids: npt.NDArray[np.int64], image_size: int
+) -> Iterator[tuple[npt.NDArray[np.int64], Tensor]]:
+    """Central views of readable images, uint8 [M, 3, S, S], with their record ids."""
+    for start in range(0, len(ids), MICROBATCH_SIZE):
+        kept, views = [], []
+        wanted = ids[start : start + MICROBATCH_SIZE]
+        for record_id, content in zip(wanted, store.read(wanted), strict=True):
+            try:
+                views.append(center_view(decode_image(content).pixels, image_size))
+            except ImageError:
+                continue
+            kept.append(record_id)
+        if kept:
+            yield np.array(kept, np.int64), torch.from_numpy(np.stack(views))
+
+
+def _features(
+    models: Mapping[str, MaskedAutoencoder],
+    rules: Sequence[str],
+    store: ImageStore,
+    ids: npt.NDArray[np.int64],
+    image_size: int,
+) -> tuple[dict[tuple[str, str], Tensor], npt.NDArray[np.int64]]:
+    """Features_NF by (model, rule) of one set, raw pixels first, and the ids that were readable."""
+    parts: dict[tuple[str, str], list[Tensor]] = {}
+    pixels, kept = [], []
+    for read_ids, images_M3HW in _views(store, ids, image_size):
+        kept.append(read_ids)
+        pixels.append(images_M3HW)
+        for name, model in models.items():
+            inputs = normalise_images(images_M3HW.to(model.mask_token.device))
+            for rule, features_MF in model.features_by_rule(inputs, rules).items():
+                parts.setdefault((name, rule), []).append(features_MF.float().cpu())
+    if not kept:
+        raise ValueError(f"{store.manifest.name!r} has no readable labelled image")
+    raw, raw_rule = raw_pixel_features(torch.cat(pixels))
+    found = {(RAW_PIXELS, raw_rule): raw}
+    found |= {key: torch.cat(features) for key, features in parts.items()}
+    return found, np.concatenate(kept)
+
+
+def _jsonable(result: Any) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(result).items()}
+
+
+def _percent(result: Mapping[str, Any]) -> str:
+    accuracy = f"{100 * result['accuracy']:5.1f}"
+    if result["interval"] is None:
+        return accuracy
+    return accuracy + " [{:.1f}, {:.1f}]".format(*(100 * end for end in result["interval"]))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return "\n".join("  " + line.rstrip() for line in lines)
