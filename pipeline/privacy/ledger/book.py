@@ -1,0 +1,415 @@
+"""The ledger of a privacy domain, and the attempts that pay into it before they run."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pipeline.privacy.accountant import Epsilon, epsilon_of, rdp_epsilon_of
+from pipeline.privacy.ledger.entries import (
+    BudgetExceeded,
+    FencedError,
+    LedgerEntry,
+    LedgerError,
+    LedgerHead,
+    LedgerStorageError,
+)
+from pipeline.privacy.ledger.home import Home, open_home
+from pipeline.privacy.ledger.rules import Budget, DomainState, PhaseAccount, Spent
+from pipeline.privacy.mechanism import Mechanism
+
+_DOMAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_NUM_LISTINGS = 20
+_MAX_LOST_RACES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerReport:
+    """What `Ledger.verify` recomputed from the entries alone.
+
+    Args:
+        head: to be compared with heads kept elsewhere.
+        phases: one account per (run, phase), in order of their first attempt.
+        epsilon: of everything charged, at the smallest delta of its mechanisms; None if nothing
+            was charged.
+        is_total_bounded: False if private records were read without protection.
+        weights: (run, phase, step, kind) of the weights asked for, or None.
+    """
+
+    domain: str
+    num_entries: int
+    head: LedgerHead
+    phases: tuple[PhaseAccount, ...]
+    epsilon: Epsilon | None
+    is_total_bounded: bool
+    budget: Budget | None
+    weights: tuple[str, str, int, str] | None
+
+
+class Ledger:
+    """The record of what a privacy domain has paid, one immutable object per entry.
+
+    Args:
+        home: a path, or s3://, gs://, az:// (extra `object-store`), or a Home.
+        domain: name of the privacy domain: lower-case letters, digits, `.`, `_`, `-`.
+
+    Guarantees:
+        1. An entry exists whole or not at all, whatever the moment of a kill -9, and an append
+           that returned is durable (test_kill_at_every_system_call).
+        2. Two writers never lose or overwrite an entry: appends are create-if-absent, and the
+           loser checks anew against what the winner wrote (test_two_writers_at_once).
+        3. Altered, reordered, removed or moved entries are refused on reading, and so are
+           entries that break the rules (test_tampering_is_refused).
+        4. Storage that cannot create-if-absent is refused (test_overwriting_store_is_refused).
+
+    Whoever may write to the storage is trusted: the chain shows accidents and cuts made after a
+    head was kept elsewhere, not a forger who rewrites it from the start.
+    """
+
+    def __init__(self, home: str | Home, domain: str) -> None:
+        if not _DOMAIN.fullmatch(domain):
+            raise LedgerError(
+                f"domain is {domain!r}; it must be 1 to 63 lower-case letters, digits, '.', '_' "
+                "or '-', beginning with a letter or digit"
+            )
+        self.domain = domain
+        self._home = open_home(home, domain) if isinstance(home, str) else home
+        self._lock = threading.RLock()
+        self._entries: list[LedgerEntry] = []
+        self._state = DomainState(domain)
+
+    def entries(self) -> list[LedgerEntry]:
+        """Returns all entries, the chain and the rules checked."""
+        with self._lock:
+            self._refresh()
+            return list(self._entries)
+
+    def head(self) -> LedgerHead:
+        """Returns the last entry's index and digest (index -1 if there is none)."""
+        return self._current().head
+
+    def spent(self) -> Spent:
+        """Returns (mechanism, charged steps) of all runs over the domain."""
+        return self._current().spent()
+
+    def spent_by(self, run: str, phase: str | None = None) -> Spent:
+        """Returns (mechanism, charged steps) of one run, or of one of its phases."""
+        state = self._current()
+        return state.spent(
+            account
+            for account in state.phases.values()
+            if account.run == run and phase in (None, account.phase)
+        )
+
+    def accounts(self) -> tuple[PhaseAccount, ...]:
+        """Returns what every phase of every run has paid and made."""
+        return tuple(self._current().phases.values())
+
+    @property
+    def budget(self) -> Budget | None:
+        """The domain's budget over all runs, if it has one."""
+        return self._current().budget
+
+    @property
+    def has_unprotected(self) -> bool:
+        """Whether any access had no guarantee: recorded as unprotected, or seeded."""
+        return _has_unprotected(self._current())
+
+    def open_attempt(
+        self,
+        *,
+        run: str,
+        phase: str,
+        mechanism: Mechanism,
+        key_commitment: str,
+        first_step: int,
+        is_seeded: bool = False,
+    ) -> Attempt:
+        """Opens the next attempt at a phase and fences all earlier ones.
+
+        Args:
+            key_commitment: `AttemptKey.commitment()` of a new key.
+            first_step: 0, or the step of the checkpoint resumed from.
+            is_seeded: True makes every later statement over the domain unbounded.
+
+        Raises:
+            LedgerError: if the mechanism is not the phase's, the key is not new, or the step
+                lies beyond what was charged.
+            BudgetExceeded: if the steps still to run would take the domain over its budget.
+        """
+        body = {
+            "run": run,
+            "phase": phase,
+            "mechanism": mechanism.to_json(),
+            "mechanism_digest": mechanism.digest(),
+            "key_commitment": key_commitment,
+            "first_step": first_step,
+            "is_seeded": is_seeded,
+        }
+        with self._lock:
+            self._append("attempt", body, planned=(mechanism, mechanism.num_steps - first_step))
+            return Attempt(ledger=self, run=run, phase=phase)
+
+    def record_weights(self, *, run: str, phase: str, step: int, digest: str, kind: str) -> None:
+        """Names weights that a phase made, such as an export: 64 hex digits of SHA-256."""
+        body = {"run": run, "phase": phase, "step": step, "digest": digest, "weights_kind": kind}
+        self._append("weights", body)
+
+    def record_unprotected(self, run: str, phase: str, reason: str) -> LedgerHead:
+        """Records, for ever, that private records were read without protection; do so first."""
+        return self._append("unprotected", {"run": run, "phase": phase, "reason": reason})
+
+    def set_budget(self, epsilon: float, delta: float) -> LedgerHead:
+        """Sets the most that all runs over the domain may spend; changes stay on record."""
+        return self._append("budget", {"epsilon": float(epsilon), "delta": float(delta)})
+
+    def verify(
+        self, *, weights_digest: str | None = None, head: LedgerHead | None = None
+    ) -> LedgerReport:
+        """Recomputes everything from the stored entries alone.
+
+        Args:
+            weights_digest: weights that an entry must name.
+            head: a head kept elsewhere, such as in a checkpoint, that the chain must contain.
+
+        Raises:
+            LedgerError: for any inconsistency, a cut-off tail, or unknown weights.
+        """
+        fresh = Ledger(self._home, self.domain)
+        entries = fresh.entries()
+        state = fresh._state
+        if head is not None and head.index >= 0:
+            is_known = head.index < len(entries) and entries[head.index].digest == head.digest
+            if not is_known:
+                raise LedgerError(
+                    f"the ledger of domain {self.domain!r} does not contain the head "
+                    f"{head.index}:{head.digest[:12]} kept elsewhere: its tail was cut off or "
+                    "rewritten; restore the missing entries"
+                )
+        weights = None
+        if weights_digest is not None:
+            weights = _find_weights(state, weights_digest)
+        for budget, spent in state.spent_under_budget:
+            if not _is_within(spent, budget):
+                raise BudgetExceeded(
+                    f"domain {self.domain!r} was charged over its budget of epsilon "
+                    f"{budget.epsilon} at delta {budget.delta}"
+                )
+        spent = state.spent()
+        return LedgerReport(
+            domain=self.domain,
+            num_entries=len(entries),
+            head=state.head,
+            phases=tuple(state.phases.values()),
+            epsilon=epsilon_of(spent, min(m.delta for m, _ in spent)) if spent else None,
+            is_total_bounded=not _has_unprotected(state),
+            budget=state.budget,
+            weights=weights,
+        )
+
+    def _current(self) -> DomainState:
+        with self._lock:
+            self._refresh()
+            return self._state
+
+    def _append(
+        self,
+        kind: str,
+        body: dict[str, Any],
+        *,
+        planned: tuple[Mechanism, int] | None = None,
+        writer: Attempt | None = None,
+    ) -> LedgerHead:
+        """Writes the next entry, checked against all that came before; returns its head.
+
+        Args:
+            planned: (mechanism, steps) that must fit the domain's budget.
+            writer: the attempt that writes; it must be the newest, and not a copy.
+        """
+        with self._lock:
+            for _ in range(_MAX_LOST_RACES):
+                self._refresh()
+                state = self._state
+                if kind == "attempt":
+                    body = {**body, "attempt": state.num_attempts(body["run"], body["phase"])}
+                if writer is not None:
+                    _check_writer(state, writer)
+                state.check(kind, body)
+                if planned is not None and state.budget is not None:
+                    _check_budget(state, planned, self.domain)
+                entry = LedgerEntry(
+                    domain=self.domain,
+                    index=state.head.index + 1,
+                    previous=state.head.digest,
+                    kind=kind,
+                    written_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+                    body=body,
+                )
+                if self._home.create(entry.index, entry.to_bytes()):
+                    state.apply(entry)
+                    self._entries.append(entry)
+                    return state.head
+        raise LedgerStorageError(
+            f"the ledger of domain {self.domain!r} could not be written: others were faster "
+            f"{_MAX_LOST_RACES} times; nothing was charged, start again"
+        )
+
+    def _refresh(self) -> None:
+        """Reads and checks the entries written since the last look."""
+        indices = self._contiguous_indices()
+        if len(indices) < len(self._entries):
+            raise LedgerError(
+                f"the ledger of domain {self.domain!r} has lost entries while in use: "
+                f"{len(self._entries)} were there, {len(indices)} are left"
+            )
+        for index in indices[len(self._entries) :]:
+            entry = LedgerEntry.from_bytes(self._home.read(index), domain=self.domain, index=index)
+            self._state.apply(entry)
+            self._entries.append(entry)
+
+    def _contiguous_indices(self) -> list[int]:
+        """Returns 0 .. n-1, the entries there are.
+
+        A listing taken while others write may show entry n + 1 and not n, which was there
+        before: look again before calling it a gap.
+        """
+        indices: list[int] = []
+        for listing in range(_NUM_LISTINGS):
+            indices = self._home.indices()
+            if indices == list(range(len(indices))):
+                return indices
+            time.sleep(0.005 * (listing + 1))
+        missing = sorted(set(range(indices[-1])) - set(indices))
+        raise LedgerError(
+            f"the ledger of domain {self.domain!r} lacks entry {missing[0]}: entries were "
+            "removed; restore them, for without them nothing can be said about the total"
+        )
+
+
+class Attempt:
+    """One attempt at a phase: it pays for steps before it runs them; made by `open_attempt`.
+
+    Guarantees:
+        1. When `charge` returns, the steps are paid for, durably; when it raises, they must not
+           run (test_no_step_runs_uncharged).
+        2. A copy of the process that charges the same steps is found out and must end
+           (test_forked_attempt_is_fenced).
+    """
+
+    def __init__(self, *, ledger: Ledger, run: str, phase: str) -> None:
+        account = ledger._state.account(run, phase)
+        attempt = account.attempts[-1]
+        self.run = run
+        self.phase = phase
+        self.number = attempt.number
+        self.mechanism = account.mechanism
+        self.first_step = attempt.first_step
+        self.is_seeded = attempt.is_seeded
+        self._ledger = ledger
+        self._next_step = attempt.first_step
+
+    @property
+    def next_step(self) -> int:
+        """One past the last step this attempt has paid for."""
+        return self._next_step
+
+    def charge(self, first_step: int, num_steps: int) -> LedgerHead:
+        """Pays for steps [first_step, first_step + num_steps), which may run once this returns.
+
+        Raises:
+            ReserveExhausted: nothing is left; the phase ends validly at its last checkpoint.
+            FencedError: a newer attempt, or a copy of this one, has taken over.
+            BudgetExceeded: the domain's budget over all runs would be passed.
+            LedgerError: for steps out of order or beyond the last, or a failing storage.
+        """
+        body = {
+            "run": self.run,
+            "phase": self.phase,
+            "attempt": self.number,
+            "first_step": first_step,
+            "num_steps": num_steps,
+        }
+        head = self._ledger._append(
+            "charge", body, planned=(self.mechanism, num_steps), writer=self
+        )
+        self._next_step = first_step + num_steps
+        return head
+
+    def record_weights(self, step: int, digest: str, kind: str) -> LedgerHead:
+        """Names a checkpoint or export this attempt made, by SHA-256 of its weights.
+
+        Raises:
+            FencedError: if a newer attempt exists; what this one wrote is not to be used.
+        """
+        body = {
+            "run": self.run,
+            "phase": self.phase,
+            "step": step,
+            "digest": digest,
+            "weights_kind": kind,
+        }
+        return self._ledger._append("weights", body, writer=self)
+
+    def finish(self, reason: str, step: int) -> LedgerHead:
+        """Records that the phase ended at `step`: "complete", or "reserve_used_up" before T."""
+        body = {
+            "run": self.run,
+            "phase": self.phase,
+            "attempt": self.number,
+            "reason": reason,
+            "step": step,
+        }
+        return self._ledger._append("finish", body, writer=self)
+
+
+def _check_writer(state: DomainState, writer: Attempt) -> None:
+    """Raises if `writer` is not the newest attempt, or another process wrote in its name."""
+    newest = state.account(writer.run, writer.phase).attempts[-1]
+    where = f"attempt {writer.number} of run {writer.run!r}, phase {writer.phase!r}"
+    if newest.number != writer.number:
+        raise FencedError(f"{where} was succeeded by attempt {newest.number}: end at once")
+    if newest.next_step != writer.next_step:
+        raise FencedError(
+            f"{where} stands at step {newest.next_step} in the ledger and at {writer.next_step} "
+            "here: a copy of this process writes too; end at once"
+        )
+
+
+def _check_budget(state: DomainState, planned: tuple[Mechanism, int], domain: str) -> None:
+    budget = state.budget
+    assert budget is not None
+    total = [*state.spent(), planned]
+    if not _is_within(total, budget):
+        raise BudgetExceeded(
+            f"{planned[1]} more steps would take domain {domain!r} to epsilon "
+            f"{epsilon_of(total, budget.delta).value} at delta {budget.delta}, over its budget of "
+            f"{budget.epsilon}; spend less, or raise the budget (which stays on record)"
+        )
+
+
+def _is_within(spent: Spent, budget: Budget) -> bool:
+    """Whether `spent` keeps to `budget`; the quick bound is asked first."""
+    if rdp_epsilon_of(spent, budget.delta) <= budget.epsilon:
+        return True
+    return epsilon_of(spent, budget.delta).value <= budget.epsilon
+
+
+def _find_weights(state: DomainState, digest: str) -> tuple[str, str, int, str]:
+    for account in state.phases.values():
+        if digest in account.weights:
+            step, kind = account.weights[digest]
+            return account.run, account.phase, step, kind
+    raise LedgerError(
+        f"no entry of domain {state.domain!r} names weights with digest {digest}: they were not "
+        "made under this ledger, or were changed since"
+    )
+
+
+def _has_unprotected(state: DomainState) -> bool:
+    return bool(state.unprotected) or any(
+        attempt.is_seeded for account in state.phases.values() for attempt in account.attempts
+    )
