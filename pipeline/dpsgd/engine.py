@@ -1,0 +1,296 @@
+# ruff: noqa: N815 - names carry the shape of their tensor
+"""Clipped per-image gradient sums in one forward and one backward.
+
+The forward runs under a watch (`tracing.py`) that sends every use of a trainable parameter to a
+rule (`layer_rules.py`). The single backward computes input gradients only; each rule leaves behind
+what determines its per-image weight gradients (`tape.py`, `per_image.py`). From these come the norm
+of every image's whole gradient, the clip factors, and then the weighted sum: one matrix product a
+layer, straight into one flat buffer.
+
+Source: ghost norms: Li et al., arXiv 2110.05679, section 4. One backward ("book-keeping"): Bu et
+al., arXiv 2210.00038, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.dpsgd.clipping import Clipping
+from pipeline.dpsgd.layer_rules import RULE_BOOK
+from pipeline.dpsgd.layout import ParameterLayout, Trainable, trainable_parameters
+from pipeline.dpsgd.per_image import (
+    ImageWeights,
+    NormCosts,
+    PerImageGradients,
+    accumulation_dtype,
+    exact_products,
+)
+from pipeline.dpsgd.tape import Stage, Tape, UnsupportedOperationError
+from pipeline.dpsgd.tracing import ParameterTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerImage:
+    """Facts about every image of a microbatch, each [M]. They are PRIVATE: never publish them.
+
+    Args:
+        losses_M: the loss.
+        norms_M: the norm of the gradient over all trainable parameters.
+        factors_M: what the gradient was multiplied by; exactly 0 where the image was left out.
+    """
+
+    losses_M: Tensor
+    norms_M: Tensor
+    factors_M: Tensor
+
+
+class ClippedGradientSum:
+    """Adds clipped per-image gradients of any torch model into one flat buffer.
+
+        clipped = ClippedGradientSum(model, FlatClipping(1.0))
+        for images, weights in microbatches:
+            clipped.accumulate(lambda: model.loss_per_image(images), weights)
+        # clipped.flat_sum is sum_i w_i c_i g_i; it is private until noise is added (release.py)
+        clipped.zero_()
+
+    Nothing has to be wrapped, hooked or replaced in the model, and `.grad` is not touched.
+
+    Args:
+        model: a module, or (name, parameter) pairs. Parameters without requires_grad are constants.
+        clipping: from norms to factors; states the sensitivity of the sum.
+        mode: how a layer's norm is found: "ghost" (Gram matrices), "direct" (the gradient of every
+            image) or "auto" (the cheaper one, by `flops_per_byte`).
+        flops_per_byte: the machine's balance: floating-point operations in the time of one byte.
+        checks_independence: before the gradients of a model are first used, run one more backward
+            and refuse the model if the loss of one image reaches another image's activations.
+
+    Raises:
+        ValueError: no trainable parameter; mixed dtypes or devices; an unknown mode.
+
+    Guarantees:
+        1. Equal to the definition: `reference_clipped_sum`, to 1e-10 in float64
+           (tests/dpsgd/test_engine.py).
+        2. Fails closed: a use of a trainable parameter that has no rule raises, naming both, before
+           anything is added (tests/guarantees/test_fails_closed.py).
+        3. What one image adds has norm <= clipping.sensitivity, in fp32, TF32 and bf16
+           (tests/guarantees/test_sensitivity.py).
+        4. An image with weight 0, or whose loss or norm is not finite, adds exactly 0 and changes
+           no other image's part (tests/guarantees/test_not_finite.py).
+        5. An image's part does not depend on the other images of its microbatch
+           (tests/guarantees/test_images_are_independent.py).
+    """
+
+    def __init__(
+        self,
+        model: Trainable,
+        clipping: Clipping,
+        *,
+        mode: str = "auto",
+        flops_per_byte: float = 8.0,
+        checks_independence: bool = True,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            model = list(model)
+        self.clipping = clipping
+        self.layout = ParameterLayout.of(model)
+        self._model = model
+        self._parameters = tuple(trainable_parameters(model).values())
+        self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte)
+        self._checks_independence = checks_independence
+        self._checked: set[tuple[object, ...]] = set()
+        first = self._parameters[0]
+        self.flat_sum = torch.zeros(
+            self.layout.num_coordinates,
+            dtype=accumulation_dtype(first.dtype),
+            device=first.device,
+        )
+
+    def zero_(self) -> None:
+        """Start the next logical batch."""
+        self.flat_sum.zero_()
+
+    def accumulate(
+        self, loss_per_image: Callable[[], Tensor], weights: Tensor | None = None
+    ) -> PerImage:
+        """Add sum_i w_i c_i g_i of one microbatch of M images to `flat_sum`.
+
+        Args:
+            loss_per_image: runs the forward and returns the loss of every image, [M]; called once.
+            weights: w_i in [0, 1], [M]; 0 marks padding. 1 where not given. Best on the CPU, where
+                the range is checked; on a device, a weight outside it leaves the image out.
+
+        Returns:
+            Losses, norms and factors of the images. They are private.
+
+        Raises:
+            UnsupportedOperationError: a use of a trainable parameter without a rule, or coupled
+                images. Nothing was added.
+            ValueError: losses or weights of the wrong shape or range. Nothing was added.
+        """
+        self._check_parameters()
+        untrained = self._untrained()
+        tape = Tape(layout=self.layout, parameters=self._parameters, costs=self._costs)
+        anchor = torch.zeros((), device=self.flat_sum.device, requires_grad=True)
+        trace = ParameterTrace(tape, RULE_BOOK, untrained.values(), anchor)
+        versions = {name: (id(each), each._version) for name, each in untrained.items()}
+        device = self.flat_sum.device.type
+        with _unruled_gradients_raise(tape), torch.enable_grad():
+            with trace:
+                losses_M = loss_per_image()
+            self._check_losses(losses_M)
+            weights_M = self._checked_weights(losses_M, weights)
+            self._check_unchanged(versions)
+            tape.expect_images(len(losses_M))
+            is_wanted_M = torch.isfinite(losses_M.detach()) & (weights_M > 0) & (weights_M <= 1)
+            with torch.autocast(device, enabled=False):
+                if self._checks_independence:
+                    self._check_independence(losses_M, trace)
+                tape.begin_backward()
+                with trace:
+                    _run_backward(losses_M, is_wanted_M.to(losses_M.dtype), keeps_graph=False)
+        with torch.no_grad(), torch.autocast(device, enabled=False), exact_products():
+            return self._add(tape.finish(), losses_M.detach(), weights_M, is_wanted_M)
+
+    # -- before ------------------------------------------------------------------------------------
+
+    def _check_parameters(self) -> None:
+        model = self._model
+        named = model.named_parameters() if isinstance(model, nn.Module) else model
+        trained = {id(each): None for _, each in named if each.requires_grad}
+        if list(trained) != [id(each) for each in self._parameters]:
+            raise ValueError(
+                "the set of trainable parameters changed since this engine was made; make a new "
+                "ClippedGradientSum after freezing, unfreezing or replacing parameters"
+            )
+
+    def _untrained(self) -> dict[str, Tensor]:
+        """Buffers and frozen parameters: the same for every image."""
+        if not isinstance(self._model, nn.Module):
+            return {name: each for name, each in self._model if not each.requires_grad}
+        frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        return {**frozen, **dict(self._model.named_buffers())}
+
+    def _check_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
+        after = {name: (id(each), each._version) for name, each in self._untrained().items()}
+        changed = [name for name in after if after[name] != before.get(name)]
+        if changed:
+            raise UnsupportedOperationError(
+                f"the forward changed {', '.join(map(repr, changed))}, a buffer or frozen "
+                "parameter: what it keeps of the images would be published without noise. Keep no "
+                "running statistics while training privately"
+            )
+
+    def _check_losses(self, losses_M: object) -> None:
+        if not isinstance(losses_M, Tensor) or not losses_M.is_floating_point():
+            raise ValueError(
+                f"loss_per_image must return a floating-point tensor, not {type(losses_M).__name__}"
+            )
+        if losses_M.dim() != 1 or len(losses_M) == 0:
+            raise ValueError(
+                "loss_per_image must return one loss per image, shape [M] with M >= 1, not "
+                f"{tuple(losses_M.shape)}; average over an image's positions, never over images"
+            )
+        if not losses_M.requires_grad:
+            raise ValueError("the losses do not depend on any trainable parameter")
+        if losses_M.device.type != self.flat_sum.device.type:
+            raise ValueError(
+                f"the losses are on {losses_M.device} and the parameters on {self.flat_sum.device}"
+            )
+
+    def _checked_weights(self, losses_M: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return torch.ones_like(losses_M, dtype=self.flat_sum.dtype, requires_grad=False)
+        if weights.shape != losses_M.shape:
+            raise ValueError(
+                f"weights must have one entry per loss, shape {tuple(losses_M.shape)}, not "
+                f"{tuple(weights.shape)}"
+            )
+        weights = weights.detach()
+        if weights.device.type == "cpu" and not bool(((weights >= 0) & (weights <= 1)).all()):
+            raise ValueError("weights must lie in [0, 1]: a larger one would exceed the clip norm")
+        return weights.to(losses_M.device, self.flat_sum.dtype, non_blocking=True)
+
+    def _check_independence(self, losses_M: Tensor, trace: ParameterTrace) -> None:
+        """With gradient 0 for half of the losses, nothing may arrive in those images' rows.
+
+        Which half follows the Thue-Morse sequence, which no regular stride leaves unmixed.
+        """
+        tape, num_images = trace.tape, len(losses_M)
+        signature = tape.signature()
+        if signature in self._checked:
+            return
+        if num_images > 1:
+            is_sink = [image.bit_count() % 2 == 1 for image in range(num_images)]
+            is_sink_M = torch.tensor(is_sink, device=losses_M.device)
+            tape.begin_probe(is_sink_M)
+            with trace:
+                _run_backward(losses_M, (~is_sink_M).to(losses_M.dtype), keeps_graph=True)
+            tape.end_probe()
+        self._checked.add(signature)
+
+    # -- after -------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        found: dict[int, tuple[PerImageGradients, Tensor]],
+        losses_M: Tensor,
+        weights_M: Tensor,
+        is_wanted_M: Tensor,
+    ) -> PerImage:
+        """From norms to factors to the weighted sum."""
+        dtype = self.flat_sum.dtype
+        norms_M = torch.zeros_like(weights_M)
+        if found:
+            squares_LM = torch.stack([squares_M for _, squares_M in found.values()]).double()
+            norms_M = squares_LM.clamp_min(0).sum(dim=0).sqrt().to(dtype)
+        is_kept_M = is_wanted_M & torch.isfinite(norms_M)
+        factors_M = torch.where(
+            is_kept_M, self.clipping.factors(norms_M) * weights_M, torch.zeros_like(norms_M)
+        )
+        image_weights = ImageWeights.of(factors_M, is_kept_M)
+        if not image_weights.keeps_none:
+            for place, (gradients, _) in found.items():
+                start = self.layout.offsets[place]
+                stop = start + self._parameters[place].numel()
+                gradients.add_weighted_sum(image_weights, self.flat_sum[start:stop])
+        return PerImage(losses_M=losses_M, norms_M=norms_M, factors_M=factors_M)
+
+
+def _run_backward(losses_M: Tensor, gradient_M: Tensor, *, keeps_graph: bool) -> None:
+    """`torch.autograd.backward` with the trace still on, which governs checkpointed segments.
+
+    The public function is a torch function itself, and would suspend the trace while it runs.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        (losses_M,), (gradient_M,), keeps_graph, False, (), True, True
+    )
+
+
+@contextmanager
+def _unruled_gradients_raise(tape: Tape) -> Iterator[None]:
+    """While it lasts, a gradient that reaches a parameter past the rules raises."""
+
+    def hook_for(place: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if tape.stage is not Stage.FINISHED:
+                raise UnsupportedOperationError(
+                    f"a gradient reached parameter {tape.names([place])} past every rule: it was "
+                    "used in a way that cannot be seen (a custom autograd function, a compiled or "
+                    "scripted module, or a tensor computed from it before the forward)"
+                )
+
+        return hook
+
+    handles = [
+        parameter.register_hook(hook_for(place)) for place, parameter in enumerate(tape.parameters)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

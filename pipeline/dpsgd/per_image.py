@@ -1,0 +1,350 @@
+# ruff: noqa: N815 - names carry the shape of their tensor
+"""The gradients of M images with respect to one parameter, in three compact forms.
+
+Each form answers two questions without ever needing the others: how long is every image's gradient,
+and what is their weighted sum. None is summed before the weights are known.
+
+Shapes: M images of the microbatch, T positions of one image (tokens, pixels; 1 for plain vectors),
+I inputs, O outputs, V rows of an embedding, P coordinates of the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NORM_BLOCK = 1024
+"""Squares are summed in blocks of so many: one long fp32 sum comes out too small (1 % at 1e8)."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Norms, factors and sums are kept in fp32, or in fp64 for a float64 model."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Matrix products of fp32 tensors in fp32, whatever the user allows his own (TF32, bf16)."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+        before = [backend.fp32_precision for backend in backends]
+        lowered = [
+            (backend, precision)
+            for backend, precision in zip(backends, before, strict=True)
+            if precision not in ("none", "ieee")
+        ]
+        for backend, _ in lowered:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, precision in lowered:
+                backend.fp32_precision = precision
+        return
+    legacy = torch.get_float32_matmul_precision()
+    if legacy != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if legacy != "highest":
+            torch.set_float32_matmul_precision(legacy)
+
+
+def staged_squares(values: Tensor) -> Tensor:
+    """The squared Euclidean norm of every row of [M, ...], summed in stages, [M]."""
+    dtype = accumulation_dtype(values.dtype)
+    values_MP = values.reshape(values.shape[0], -1).to(dtype)
+    num_images, num_values = values_MP.shape
+    whole = num_values - num_values % NORM_BLOCK
+    if whole == 0:
+        return _row_squares(values_MP)
+    blocks = values_MP[:, :whole].reshape(-1, NORM_BLOCK)
+    block_squares = _row_squares(blocks).view(num_images, -1)
+    total_M = block_squares.sum(dim=1)  # torch sums pairwise
+    if whole < num_values:
+        total_M = total_M + _row_squares(values_MP[:, whole:])
+    return total_M
+
+
+def _row_squares(values_NP: Tensor) -> Tensor:
+    """The squared norm of every row, one short sum each."""
+    if values_NP.device.type == "cpu":  # the dot product reads memory twice as fast here
+        rows = values_NP.contiguous().unsqueeze(1)
+        return torch.bmm(rows, rows.transpose(1, 2)).view(-1)
+    return torch.linalg.vector_norm(values_NP, dim=1).square()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageWeights:
+    """What every image's gradient is multiplied by, and which images are left out altogether.
+
+    A left-out image is *selected* out: its numbers may be NaN, and 0 x NaN is NaN inside a matrix
+    product. On the CPU the kept images are gathered; elsewhere the others are replaced by zeros, so
+    that the device never waits for the host.
+
+    Args:
+        factors_M: weight times clip factor; exactly 0 where left out.
+        is_kept_M: whether the image is kept.
+        kept_images: the kept ones by number where some are left out and the host knows which.
+    """
+
+    factors_M: Tensor
+    is_kept_M: Tensor
+    kept_images: Tensor | None
+
+    @classmethod
+    def of(cls, factors_M: Tensor, is_kept_M: Tensor) -> ImageWeights:
+        """Weights that know how to select on the device they live on."""
+        kept_images = None
+        if factors_M.device.type == "cpu" and not bool(is_kept_M.all()):
+            kept_images = is_kept_M.nonzero().flatten()
+        factors_M = torch.where(is_kept_M, factors_M, torch.zeros_like(factors_M))
+        return cls(factors_M=factors_M, is_kept_M=is_kept_M, kept_images=kept_images)
+
+    @property
+    def keeps_none(self) -> bool:
+        """Whether it is known, without asking a device, that every image is left out."""
+        return self.kept_images is not None and len(self.kept_images) == 0
+
+    def select(self, values: Tensor) -> Tensor:
+        """The kept images of [M, ...]: gathered on the CPU, zeros for the others elsewhere."""
+        if values.device.type != "cpu":
+            is_kept = self.is_kept_M.view(-1, *[1] * (values.dim() - 1))
+            return torch.where(is_kept, values, torch.zeros_like(values))
+        return values if self.kept_images is None else values.index_select(0, self.kept_images)
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """As `select`, each image times its factor, in the dtype of the factors."""
+        factors = self.select(self.factors_M)
+        return self.select(values) * factors.view(-1, *[1] * (values.dim() - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormCosts:
+    """How a layer's norm is found: by Gram matrices ("ghost") or from the gradient itself.
+
+    A ghost norm costs 2 T^2 (I + O) floating-point operations an image; a direct one keeps the
+    I x O gradient, which is written once and read twice. "auto" takes the cheaper.
+
+    Args:
+        mode: "auto", "ghost" or "direct".
+        flops_per_byte: how many operations the machine does while it moves one byte.
+    """
+
+    mode: str = "auto"
+    flops_per_byte: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "ghost", "direct"):
+            raise ValueError(f"mode must be 'auto', 'ghost' or 'direct', not {self.mode!r}")
+        if not (math.isfinite(self.flops_per_byte) and self.flops_per_byte > 0):
+            raise ValueError(f"flops_per_byte must be > 0 and finite, not {self.flops_per_byte}")
+
+    def prefers_direct(self, num_positions: int, num_inputs: int, num_outputs: int) -> bool:
+        """Whether the gradient of every image should be formed (T, I and O of the layer)."""
+        if self.mode != "auto":
+            return self.mode == "direct"
+        ghost_flops = 2 * num_positions**2 * (num_inputs + num_outputs)
+        direct_bytes = 3 * 4 * num_inputs * num_outputs
+        return num_positions > 1 and ghost_flops > direct_bytes * self.flops_per_byte
+
+
+class PerImageGradients(ABC):
+    """The gradient of each of M images with respect to one parameter of P coordinates."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """The squared norm of every image's gradient, [M]."""
+
+    @abstractmethod
+    def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
+        """Add sum_i w_i g_i to the buffer, in place; left-out images add exactly 0."""
+
+    @abstractmethod
+    def formed(self, start: int, stop: int) -> Tensor:
+        """The gradients of images start to stop, written out, [stop - start, P]."""
+
+    def settled(self, costs: NormCosts) -> PerImageGradients:
+        """The form in which norm and sum are cheapest, once every use is known."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FormedGradients(PerImageGradients):
+    """Gradients written out, [M, ...] with P numbers an image: for small parameters."""
+
+    values: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """By staged sums."""
+        return staged_squares(self.values)
+
+    def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
+        """One matrix-vector product."""
+        values_MP = self.values.reshape(self.values.shape[0], -1)
+        kept_MP = weights.select(values_MP).to(total_P.dtype)
+        total_P.addmv_(kept_MP.t(), weights.select(weights.factors_M))
+
+    def formed(self, start: int, stop: int) -> Tensor:
+        """A slice."""
+        return self.values[start:stop].reshape(stop - start, -1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OuterProducts(PerImageGradients):
+    """The gradient of a matrix O x I, as the factors of sum_t g_t a_t': every linear layer.
+
+    Args:
+        inputs_MTI: what the layer read.
+        output_gradients_MTO: the gradient of what it wrote.
+    """
+
+    inputs_MTI: Tensor
+    output_gradients_MTO: Tensor
+
+    def settled(self, costs: NormCosts) -> PerImageGradients:
+        """Written out where that is cheaper than Gram matrices."""
+        num_images, num_positions, num_inputs = self.inputs_MTI.shape
+        num_outputs = self.output_gradients_MTO.shape[2]
+        if costs.prefers_direct(num_positions, num_inputs, num_outputs):
+            return FormedGradients(values=self._formed(0, num_images))
+        return self
+
+    def squared_norms(self) -> Tensor:
+        """sum over positions t, u of (a_t . a_u)(g_t . g_u)."""
+        dtype = accumulation_dtype(self.inputs_MTI.dtype)
+        inputs = self.inputs_MTI.to(dtype)
+        gradients = self.output_gradients_MTO.to(dtype)
+        if inputs.shape[1] == 1:
+            return staged_squares(inputs) * staged_squares(gradients)
+        input_grams_MTT = torch.bmm(inputs, inputs.transpose(1, 2))
+        gradient_grams_MTT = torch.bmm(gradients, gradients.transpose(1, 2))
+        return (input_grams_MTT * gradient_grams_MTT).flatten(1).sum(dim=1)
+
+    def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
+        """One matrix product; the factor goes to the narrower side."""
+        inputs, gradients = self.inputs_MTI, self.output_gradients_MTO
+        if inputs.shape[2] <= gradients.shape[2]:
+            inputs, gradients = weights.scaled(inputs), weights.select(gradients)
+        else:
+            inputs, gradients = weights.select(inputs), weights.scaled(gradients)
+        inputs_NI = inputs.reshape(-1, inputs.shape[2]).to(total_P.dtype)
+        gradients_NO = gradients.reshape(-1, gradients.shape[2]).to(total_P.dtype)
+        total_OI = total_P.view(gradients_NO.shape[1], inputs_NI.shape[1])
+        total_OI.addmm_(gradients_NO.t(), inputs_NI)
+
+    def formed(self, start: int, stop: int) -> Tensor:
+        """One matrix product per image."""
+        return self._formed(start, stop).flatten(1)
+
+    def _formed(self, start: int, stop: int) -> Tensor:
+        dtype = accumulation_dtype(self.inputs_MTI.dtype)
+        gradients_MOT = self.output_gradients_MTO[start:stop].to(dtype).transpose(1, 2)
+        return torch.bmm(gradients_MOT, self.inputs_MTI[start:stop].to(dtype))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EmbeddingRows(PerImageGradients):
+    """The gradient of an embedding V x O: row ids[t] receives the gradient of position t.
+
+    Args:
+        ids_MT: the row read at every position, int64.
+        output_gradients_MTO: the gradient of what was read.
+        num_rows: V.
+    """
+
+    ids_MT: Tensor
+    output_gradients_MTO: Tensor
+    num_rows: int
+
+    def squared_norms(self) -> Tensor:
+        """sum over positions t, u that read the same row, of g_t . g_u."""
+        gradients = self.output_gradients_MTO
+        gradients = gradients.to(accumulation_dtype(gradients.dtype))
+        grams_MTT = torch.bmm(gradients, gradients.transpose(1, 2))
+        same_row_MTT = self.ids_MT.unsqueeze(1) == self.ids_MT.unsqueeze(2)
+        chosen_MTT = torch.where(same_row_MTT, grams_MTT, torch.zeros_like(grams_MTT))
+        return chosen_MTT.flatten(1).sum(dim=1)
+
+    def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
+        """Add every scaled position to the row that it read."""
+        scaled = weights.scaled(self.output_gradients_MTO.to(total_P.dtype))
+        ids = weights.select(self.ids_MT).flatten()
+        total_P.view(self.num_rows, -1).index_add_(0, ids, scaled.flatten(0, 1))
+
+    def formed(self, start: int, stop: int) -> Tensor:
+        """One table per image."""
+        gradients = self.output_gradients_MTO[start:stop]
+        gradients = gradients.to(accumulation_dtype(gradients.dtype))
+        tables = gradients.new_zeros(stop - start, self.num_rows, gradients.shape[2])
+        ids_MTO = self.ids_MT[start:stop].unsqueeze(2).expand_as(gradients)
+        return tables.scatter_add_(1, ids_MTO, gradients).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnRows(PerImageGradients):
+    """The gradient of a tensor whose leading rows each belong to one image, in image order.
+
+    Image i touches its own block of rows alone, so its gradient is zero everywhere else.
+
+    Args:
+        values_MR: the gradient of the R numbers in each image's block.
+    """
+
+    values_MR: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """By staged sums."""
+        return staged_squares(self.values_MR)
+
+    def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
+        """Every image adds to its own rows."""
+        scaled_MR = self.values_MR.to(total_P.dtype) * weights.factors_M.unsqueeze(1)
+        is_kept_M1 = weights.is_kept_M.unsqueeze(1)
+        total_P.add_(torch.where(is_kept_M1, scaled_MR, torch.zeros_like(scaled_MR)).flatten())
+
+    def formed(self, start: int, stop: int) -> Tensor:
+        """Zeros around each image's own block."""
+        num_images, num_values = self.values_MR.shape
+        dtype = accumulation_dtype(self.values_MR.dtype)
+        blocks = self.values_MR.new_zeros(stop - start, num_images, num_values, dtype=dtype)
+        images = torch.arange(start, stop, device=blocks.device)
+        blocks[images - start, images] = self.values_MR[start:stop].to(dtype)
+        return blocks.flatten(1)
+
+
+def added(
+    parts: Sequence[PerImageGradients], num_images: int, costs: NormCosts
+) -> PerImageGradients:
+    """The gradients of a parameter that was used several times: the sum over its uses."""
+    if len(parts) == 1:
+        return parts[0].settled(costs)
+    outer = [part for part in parts if isinstance(part, OuterProducts)]
+    widths = {(part.inputs_MTI.shape[2], part.output_gradients_MTO.shape[2]) for part in outer}
+    if len(outer) == len(parts) and len(widths) == 1:
+        num_positions = sum(part.inputs_MTI.shape[1] for part in outer)
+        if not costs.prefers_direct(num_positions, *widths.pop()):
+            dtype = accumulation_dtype(outer[0].inputs_MTI.dtype)
+            return OuterProducts(
+                inputs_MTI=torch.cat([part.inputs_MTI.to(dtype) for part in outer], dim=1),
+                output_gradients_MTO=torch.cat(
+                    [part.output_gradients_MTO.to(dtype) for part in outer], dim=1
+                ),
+            )
+    return FormedGradients(values=formed_sum(parts, 0, num_images))
+
+
+def formed_sum(parts: Sequence[PerImageGradients], start: int, stop: int) -> Tensor:
+    """The written-out gradients of images start to stop, summed over uses, [stop - start, P]."""
+    total = parts[0].formed(start, stop)
+    for part in parts[1:]:
+        total = total + part.formed(start, stop)
+    return total

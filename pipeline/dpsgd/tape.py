@@ -1,0 +1,263 @@
+# ruff: noqa: N815 - names carry the shape of their tensor
+"""What one forward used of every trainable parameter, and what the backward says about each use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from pipeline.dpsgd.layout import ParameterLayout
+from pipeline.dpsgd.per_image import (
+    FormedGradients,
+    NormCosts,
+    PerImageGradients,
+    added,
+    exact_products,
+    formed_sum,
+)
+
+PULL_BACK_NUMBERS = 2**24
+"""Gradients of a computed tensor are carried back for so many images at once that they fit here."""
+
+
+class UnsupportedOperationError(ValueError):
+    """The model does something with a trainable parameter, or with the images, that has no rule."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComputedTensor:
+    """A tensor computed from trainable parameters alone, such as an indexed position table.
+
+    The gradient of every image with respect to it is carried back to the parameters through the
+    ordinary autograd graph behind `value`; that map is linear, so it may follow the per-image rule.
+
+    Args:
+        value: the tensor, with its graph.
+        parameters: which parameters it depends on, by their place in the layout.
+        source: what it was made from, where `relation` is "same" or "spread".
+        relation: "same": the same numbers in the same order (a reshape, a copy, a cast).
+            "spread": `source` repeated along dimensions where it has length 1.
+            "function": anything else.
+    """
+
+    value: Tensor
+    parameters: tuple[int, ...]
+    source: Tensor | None = None
+    relation: str = "function"
+
+
+Target = int | ComputedTensor
+"""What receives a gradient: a parameter (by its place in the layout) or a computed tensor."""
+
+Contribution = tuple[Target, PerImageGradients]
+
+Contribute = Callable[[Tensor, tuple[Tensor, ...], int], Iterable[Contribution]]
+"""(gradient of the output, what the forward saved, number of images) -> contributions."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Site:
+    """One place in the forward where images meet trainable parameters.
+
+    Args:
+        tape: where contributions go.
+        operation: its name, for messages.
+        targets: what it uses.
+        num_rows: the length of the leading dimension of the output; a multiple of the images.
+        contribute: turns the gradient of the output into per-image gradients.
+        is_recomputed: whether it belongs to the second forward of a checkpointed segment, which
+            only restores what the first one saved.
+    """
+
+    tape: Tape
+    operation: str
+    targets: tuple[Target, ...]
+    num_rows: int
+    contribute: Contribute
+    is_recomputed: bool
+
+    def receive(self, gradient: Tensor, *saved: Tensor) -> None:
+        """Called by the backward with the gradient of the output."""
+        self.tape.receive(self, gradient, saved)
+
+
+class Stage(Enum):
+    """What is going on."""
+
+    FORWARD = auto()
+    PROBE = auto()
+    BACKWARD = auto()
+    FINISHED = auto()
+
+
+@dataclass(kw_only=True)
+class Tape:
+    """Collects, during one forward and backward, the per-image gradients of every parameter.
+
+    Args:
+        layout: the names of the parameters.
+        parameters: the parameters, in the layout's order.
+        costs: how norms are found.
+    """
+
+    layout: ParameterLayout
+    parameters: Sequence[Tensor]
+    costs: NormCosts
+    stage: Stage = Stage.FORWARD
+    num_images: int = 0
+    sites: list[Site] = field(default_factory=list)
+    _num_uses: Counter[Target] = field(default_factory=Counter)
+    _pending: dict[Target, list[PerImageGradients]] = field(default_factory=dict)
+    _settled: dict[int, tuple[PerImageGradients, Tensor]] = field(default_factory=dict)
+    _is_sink_M: Tensor | None = None
+    _leaks: list[tuple[Site, Tensor]] = field(default_factory=list)
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def open_site(
+        self,
+        operation: str,
+        targets: Sequence[Target],
+        num_rows: int,
+        contribute: Contribute,
+    ) -> Site:
+        """A new place of use; in a recomputed forward it is not counted again."""
+        site = Site(
+            tape=self,
+            operation=operation,
+            targets=tuple(targets),
+            num_rows=num_rows,
+            contribute=contribute,
+            is_recomputed=self.stage is not Stage.FORWARD,
+        )
+        if not site.is_recomputed:
+            self.sites.append(site)
+            for target in site.targets:
+                self._num_uses[target] += 1
+                if isinstance(target, ComputedTensor):  # each of its parameters gets a share later
+                    self._num_uses.update(dict.fromkeys(target.parameters, 2))
+        return site
+
+    def names(self, targets: Iterable[Target]) -> str:
+        """The parameters behind the targets, for messages."""
+        places: dict[int, None] = {}
+        for target in targets:
+            found = target.parameters if isinstance(target, ComputedTensor) else (target,)
+            places.update(dict.fromkeys(found))
+        return ", ".join(repr(self.layout.names[place]) for place in places)
+
+    def signature(self) -> tuple[object, ...]:
+        """What must be equal for two forwards to treat their images alike."""
+        return (
+            self.num_images > 1,
+            *(
+                (site.operation, self.names(site.targets), site.num_rows // self.num_images)
+                for site in self.sites
+            ),
+        )
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def expect_images(self, num_images: int) -> None:
+        """The forward is over and gave this many losses."""
+        self.num_images = num_images
+        for site in self.sites:
+            if site.num_rows % num_images:
+                raise UnsupportedOperationError(
+                    f"{site.operation} with parameter {self.names(site.targets)}: the leading "
+                    f"dimension has length {site.num_rows}, not a multiple of the {num_images} "
+                    "images; put the image dimension first (batch_first), and register constant "
+                    "tensors as buffers"
+                )
+
+    def begin_probe(self, is_sink_M: Tensor) -> None:
+        """Watch a backward in which the losses of the sinks have gradient 0."""
+        self.stage = Stage.PROBE
+        self._is_sink_M = is_sink_M
+
+    def end_probe(self) -> None:
+        """Raise when a loss reached the rows of another image."""
+        if self._leaks and bool(torch.stack([leak for _, leak in self._leaks]).any()):
+            site = next(site for site, leak in self._leaks if bool(leak))
+            raise UnsupportedOperationError(
+                f"{site.operation} with parameter {self.names(site.targets)}: the loss of one "
+                "image depends on rows of another. Either the image dimension is not the leading "
+                "one there (put it first), or the model couples the images of a microbatch "
+                "(replace batch statistics and contrastive losses by per-image ones)"
+            )
+        self._leaks.clear()
+
+    def begin_backward(self) -> None:
+        """Collect from now on."""
+        self.stage = Stage.BACKWARD
+
+    def receive(self, site: Site, gradient: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Take one use's output gradient, and what its forward saved."""
+        if site.is_recomputed:
+            raise UnsupportedOperationError(
+                f"{site.operation} with parameter {self.names(site.targets)} lies in a segment "
+                "checkpointed with use_reentrant=True; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if self.stage is Stage.PROBE:
+            assert self._is_sink_M is not None
+            sink_rows = gradient.reshape(self.num_images, -1)[self._is_sink_M]
+            self._leaks.append((site, ((sink_rows != 0) & torch.isfinite(sink_rows)).any()))
+        elif self.stage is Stage.BACKWARD:
+            with torch.autocast(gradient.device.type, enabled=False), exact_products():
+                for target, gradients in site.contribute(gradient, saved, self.num_images):
+                    self._take(target, gradients)
+        else:
+            raise UnsupportedOperationError(
+                f"{site.operation} with parameter {self.names(site.targets)}: gradients are taken "
+                "inside the loss; a loss must be a plain forward computation"
+            )
+
+    def _take(self, target: Target, gradients: PerImageGradients) -> None:
+        if isinstance(target, int) and self._num_uses[target] == 1:
+            self._settle(target, gradients.settled(self.costs))
+        else:  # the norm of a sum needs every use
+            self._pending.setdefault(target, []).append(gradients)
+
+    def _settle(self, place: int, gradients: PerImageGradients) -> None:
+        self._settled[place] = (gradients, gradients.squared_norms())
+
+    # -- after the backward ------------------------------------------------------------------------
+
+    def finish(self) -> dict[int, tuple[PerImageGradients, Tensor]]:
+        """Every used parameter's per-image gradients and their squared norms [M], by place."""
+        self.stage = Stage.FINISHED
+        for computed in [each for each in self._pending if isinstance(each, ComputedTensor)]:
+            self._pull_back(computed, self._pending.pop(computed))
+        for place in [each for each in self._pending if isinstance(each, int)]:
+            self._settle(place, added(self._pending.pop(place), self.num_images, self.costs))
+        return self._settled
+
+    def _pull_back(self, computed: ComputedTensor, parts: list[PerImageGradients]) -> None:
+        """From a computed tensor to the parameters behind it, for every image."""
+        value = computed.value
+        images_at_once = max(1, PULL_BACK_NUMBERS // max(1, value.numel()))
+        pieces: list[tuple[Tensor | None, ...]] = []
+        for start in range(0, self.num_images, images_at_once):
+            stop = min(start + images_at_once, self.num_images)
+            written = formed_sum(parts, start, stop).view(stop - start, *value.shape)
+            pieces.append(
+                torch.autograd.grad(
+                    value,
+                    [self.parameters[place] for place in computed.parameters],
+                    written.to(value.dtype),
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=True,
+                )
+            )
+        for place, shares in zip(computed.parameters, zip(*pieces, strict=True), strict=True):
+            found = [share for share in shares if share is not None]
+            if found:
+                gradients = FormedGradients(values=torch.cat(found))
+                self._pending.setdefault(place, []).append(gradients)
