@@ -17,13 +17,14 @@ import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pyarrow import fs
 
 from pipeline.data.synthetic import FAMILIES, generate_batch
+from pipeline.data.tars import TarMember, read_tar_members
 from pipeline.storage import Location
 
 IMAGE_SUFFIXES = (
@@ -33,8 +34,6 @@ IMAGE_SUFFIXES = (
 FILES_PER_UNIT = 256
 ROWS_PER_UNIT = 5_000
 SYNTHETIC_PER_UNIT = 1_024
-MAX_MEMBER_BYTES = 512 * 2**20
-BLOCK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,127 +210,6 @@ class WebDatasetSource(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "class_names": self.class_names, "_names": []}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TarMember:
-    """A file inside a tar: its name (never used as a path) and content, or an error code."""
-
-    name: str
-    content: bytes | None
-    error: str | None = None
-
-
-def read_tar_members(stream: IO[bytes]) -> Iterator[TarMember]:
-    """Walk an untrusted tar: regular files in order, faults as members with an `error`.
-
-    Understands ustar, GNU long names and pax headers. A damaged header is reported once, then the
-    walk goes on at the next block that is a valid header.
-
-    Guarantees:
-        1. Nothing is written to disk, whatever the names say (test_untrusted_images).
-        2. Truncation, damaged headers and absurd sizes are reported, never raised
-           (test_untrusted_images).
-    """
-    long_name: str | None = None
-    is_lost = False
-    while True:
-        header, error = _read_exactly(stream, BLOCK)
-        if error or header is None:
-            if error:
-                yield TarMember(name="", content=None, error=error)
-            return
-        if not header.strip(b"\0"):
-            continue  # end-of-archive block; concatenated tars go on after it
-        if not _is_header(header):
-            if not is_lost:
-                yield TarMember(name="", content=None, error="damaged_tar_header")
-            is_lost, long_name = True, None
-            continue
-        is_lost = False
-        size = _number(header[124:136])
-        kind = header[156:157]
-        padded = -(-size // BLOCK) * BLOCK
-        if kind in (b"L", b"x", b"g", b"K"):
-            if size > 2**20:
-                yield TarMember(name="", content=None, error="damaged_tar_header")
-                is_lost = True
-                continue
-            content, error = _read_exactly(stream, padded)
-            if error or content is None:
-                yield TarMember(name="", content=None, error="truncated_tar")
-                return
-            if kind == b"L":
-                long_name = content[:size].rstrip(b"\0").decode("utf-8", "replace")
-            elif kind == b"x":
-                found = re.search(rb"\d+ path=([^\n]*)\n", content[:size])
-                long_name = found[1].decode("utf-8", "replace") if found else long_name
-            continue
-        name, long_name = long_name or _name(header), None
-        if kind not in (b"0", b"\0", b"7"):
-            if kind == b"S":  # GNU sparse: nobody stores pictures so
-                yield TarMember(name=name, content=None, error="sparse_tar_member")
-            if kind not in (b"1", b"2", b"3", b"4", b"5", b"6") and not _skip(stream, padded):
-                yield TarMember(name=name, content=None, error="truncated_tar")
-                return
-            continue
-        if size > MAX_MEMBER_BYTES:
-            yield TarMember(name=name, content=None, error="too_many_bytes")
-            if not _skip(stream, padded):
-                yield TarMember(name="", content=None, error="truncated_tar")
-                return
-            continue
-        content, error = _read_exactly(stream, padded)
-        if error or content is None:
-            yield TarMember(name=name, content=None, error="truncated_tar")
-            return
-        yield TarMember(name=name, content=content[:size])
-
-
-def _read_exactly(stream: IO[bytes], size: int) -> tuple[bytes | None, str | None]:
-    """(bytes, None); (None, None) at the end of the stream; (None, code) if it is cut or broken."""
-    try:
-        content = stream.read(size) if size else b""
-    except (OSError, EOFError):
-        return None, "truncated_tar"
-    if len(content) == size:
-        return content, None
-    return None, "truncated_tar" if content else None
-
-
-def _skip(stream: IO[bytes], size: int) -> bool:
-    while size > 0:
-        content, error = _read_exactly(stream, min(size, 2**20))
-        if error or content is None:
-            return False
-        size -= len(content)
-    return True
-
-
-def _is_header(block: bytes) -> bool:
-    try:
-        stated = int(block[148:156].strip(b" \0") or b"-1", 8)
-    except ValueError:
-        return False
-    return sum(block) - sum(block[148:156]) + 8 * 32 == stated
-
-
-def _number(field: bytes) -> int:
-    """A tar number: octal text, or base 256 where the first bit is set."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        return 2**63
-
-
-def _name(header: bytes) -> str:
-    name = header[:100].partition(b"\0")[0]
-    if header[257:262] == b"ustar" and header[257:265] != b"ustar  \0":
-        prefix = header[345:500].partition(b"\0")[0]
-        name = prefix + b"/" + name if prefix else name
-    return name.decode("utf-8", "replace")
 
 
 def _split_name(name: str) -> tuple[str, str]:

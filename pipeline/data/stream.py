@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,24 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.images import (
-    NUM_CROP_UNIFORMS,
-    Pixels,
-    center_boxes,
-    crop_and_resize,
-    decode_stored,
-    random_crop_boxes,
-)
 from pipeline.data.shards import ShardStore, StorageFault
 from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, record_uniforms
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-PIXEL_CACHE_BYTES = 512 * 2**20
+    from pipeline.data.views import PixelReader
+
 RAY_PIXEL_CACHE_BYTES = 128 * 2**20
 ROWS_PER_CHUNK = 128
-MAX_READERS = 2
 STEPS_PER_PLAN_TASK = 8
 
 
@@ -157,87 +148,7 @@ def unit_record_ids(
     return padded
 
 
-# ------------------------------------------------------------------------------ rows to pixels
-
-
-class PixelReader:
-    """Record ids -> decoded pixels, with a bounded cache where the whole dataset fits into it.
-
-    The cache belongs to one dataset (root and manifest digest) and is filled as records come by.
-    Records whose shape differs from the first one's are decoded anew each time. Thread-safe:
-    a row is marked as present after it is written, and all writers write the same bits.
-    """
-
-    def __init__(self, store: ShardStore, cache_bytes: int = PIXEL_CACHE_BYTES) -> None:
-        self.store = store
-        self._cache_bytes = cache_bytes
-        self._pixels: npt.NDArray[np.uint8] | None = None
-        self._is_present = np.zeros(0, bool)
-        self._lock = threading.Lock()
-
-    def read(
-        self, record_ids: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.uint8] | list[Pixels | None]:
-        """The records' pixels: [n, H, W, C] if all are at hand in one shape, else one by one.
-
-        An entry is None if the record's bytes are right but do not decode.
-
-        Raises:
-            StorageFault: storage does not return the bytes that the index names.
-        """
-        cached = self._pixels
-        if cached is not None and self._is_present[record_ids].all():
-            return cached[record_ids]
-        missing = np.arange(len(record_ids))
-        decoded: list[Pixels | None] = [None] * len(record_ids)
-        if cached is not None:
-            present = self._is_present[record_ids]
-            missing = np.flatnonzero(~present)
-            for row in np.flatnonzero(present).tolist():
-                decoded[row] = cached[record_ids[row]]
-        images = decode_stored(self.store.read(record_ids[missing]))
-        for row, image in zip(missing.tolist(), images, strict=True):
-            decoded[row] = image
-            if image is not None:
-                self._keep(int(record_ids[row]), image)
-        shapes = {None if image is None else image.shape for image in decoded}
-        if len(shapes) == 1 and None not in shapes:
-            return np.stack([image for image in decoded if image is not None])
-        return decoded
-
-    def _keep(self, record_id: int, image: Pixels) -> None:
-        if self._pixels is None:
-            num_records = self.store.num_records
-            if num_records * image.size > self._cache_bytes:
-                return
-            with self._lock:
-                if self._pixels is None:
-                    self._is_present = np.zeros(num_records, bool)
-                    self._pixels = np.empty((num_records, *image.shape), np.uint8)
-        if image.shape == self._pixels.shape[1:]:
-            self._pixels[record_id] = image
-            self._is_present[record_id] = True
-
-
-_readers: OrderedDict[tuple[str, str, int], PixelReader] = OrderedDict()
-_readers_lock = threading.Lock()
-
-
-def _shared_reader(root: str, manifest_digest: str, cache_bytes: int) -> PixelReader:
-    """This process's reader of exactly this dataset; the last few are kept."""
-    key = (root, manifest_digest, cache_bytes)
-    with _readers_lock:
-        if key not in _readers:
-            store = ShardStore(root)
-            if store.manifest.digest() != manifest_digest:
-                raise StorageFault(
-                    "the dataset was prepared anew since this stream was opened: start again"
-                )
-            _readers[key] = PixelReader(store, cache_bytes)
-            while len(_readers) > MAX_READERS:
-                _readers.popitem(last=False)
-        _readers.move_to_end(key)
-        return _readers[key]
+# ------------------------------------------------------------------------------ rows to units
 
 
 def _checked_digest(config: StreamConfig) -> str:
@@ -254,54 +165,6 @@ def _checked_digest(config: StreamConfig) -> str:
             " or a dataset marked public"
         )
     return manifest.digest()
-
-
-def read_views(
-    reader: PixelReader,
-    record_ids: npt.NDArray[np.int64],
-    *,
-    image_size: int,
-    crop_scale: tuple[float, float] = (0.2, 1.0),
-    augmentation: tuple[bytes, int] | None = None,
-    crop_fraction: float = 1.0,
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """Views of some records.
-
-    Args:
-        reader: of the dataset.
-        record_ids: int64 [n], no padding.
-        image_size: side S of the views.
-        crop_scale: of a random crop.
-        augmentation: (augmentation sub-key, step) for random crops and flips by record id; None
-            for the central square.
-        crop_fraction: side of the central square as a share of the shorter side.
-
-    Returns:
-        images uint8 [n, 3, S, S] (zeros where a record does not decode), is_decoded bool [n].
-    """
-    views = np.zeros((len(record_ids), 3, image_size, image_size), np.uint8)
-    is_decoded = np.zeros(len(record_ids), bool)
-    for start in range(0, len(record_ids), ROWS_PER_CHUNK):
-        ids = record_ids[start : start + ROWS_PER_CHUNK]
-        pixels = reader.read(ids)
-        rows = np.array([row for row in range(len(ids)) if pixels[row] is not None], np.int64)
-        if not len(rows):
-            continue
-        images = pixels if isinstance(pixels, np.ndarray) else [p for p in pixels if p is not None]
-        heights = np.array([image.shape[0] for image in images])
-        widths = np.array([image.shape[1] for image in images])
-        if augmentation is None:
-            boxes = center_boxes(heights, widths, crop_fraction)
-            flips = np.zeros(len(rows), bool)
-        else:
-            key, step = augmentation
-            uniforms = record_uniforms(
-                key, step, ids[rows], purpose="crop", num_values=NUM_CROP_UNIFORMS
-            )
-            boxes, flips = random_crop_boxes(heights, widths, uniforms, crop_scale)
-        views[start + rows] = crop_and_resize(images, boxes, flips, image_size)
-        is_decoded[start + rows] = True
-    return views, is_decoded
 
 
 class _UnitBuilder:
@@ -330,16 +193,27 @@ class _UnitBuilder:
         ]
 
     def fill(self, reader: PixelReader, chunk: slice) -> None:
+        from pipeline.data import images, views  # noqa: PLC0415  torch only where pixels are made
+
         config, unit = self.config, self.unit
         ids = unit.record_ids[chunk]
-        images, is_decoded = read_views(
+        uniforms = None
+        if config.augment:
+            uniforms = record_uniforms(
+                config.augmentation_key,
+                unit.step,
+                ids,
+                purpose="crop",
+                num_values=images.NUM_CROP_UNIFORMS,
+            )
+        pixels, is_decoded = views.read_views(
             reader,
             ids,
             image_size=config.image_size,
             crop_scale=config.crop_scale,
-            augmentation=(config.augmentation_key, unit.step) if config.augment else None,
+            crop_uniforms=uniforms,
         )
-        unit.images[chunk] = images
+        unit.images[chunk] = pixels
         unit.weights[chunk] = is_decoded
         unit.labels[chunk] = reader.store.labels(ids)
 
@@ -381,7 +255,9 @@ def thread_pool_units(
 def _thread_pool_units(
     config: StreamConfig, rank: int, digest: str, num_threads: int | None, prefetch_units: int
 ) -> Iterator[Unit]:
-    reader = _shared_reader(config.store_root, digest, PIXEL_CACHE_BYTES)
+    from pipeline.data.views import PIXEL_CACHE_BYTES, shared_reader  # noqa: PLC0415
+
+    reader = shared_reader(config.store_root, digest, PIXEL_CACHE_BYTES)
     pool = ThreadPoolExecutor(num_threads or min(16, os.cpu_count() or 1), "stream")
     waiting: deque[tuple[Unit, list[Future[None]]]] = deque()
 
@@ -499,12 +375,14 @@ class _FetchTask:
     manifest_digest: str
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        from pipeline.data.views import shared_reader  # noqa: PLC0415
+
         step, number, rank = (int(batch[name][0]) for name in ("step", "unit", "rank"))
         step_ids = _planned(self.config.plan, step)
         builder = _UnitBuilder(self.config, step_ids, step, number, rank)
         fault = ""
         try:
-            reader = _shared_reader(
+            reader = shared_reader(
                 self.config.store_root, self.manifest_digest, RAY_PIXEL_CACHE_BYTES
             )
             for chunk in builder.chunks:
@@ -531,10 +409,9 @@ def units_from_iterator(iterator: DataIterator, config: StreamConfig, rank: int)
         DeliveryError: a unit of another step, place or rank came, or the stream ended early.
         StorageFault: a data task could not read its records; `private_detail` says which.
     """
-    batches = iterator.iter_batches(  # a batch is a block as it came
-        batch_size=None,  # type: ignore[arg-type]  Ray documents None, its stub forgets it
-        batch_format="numpy",
-        prefetch_batches=2,
+    whole_blocks: Any = None  # the documented value, which Ray's annotation forgets
+    batches = iterator.iter_batches(
+        batch_size=whole_blocks, batch_format="numpy", prefetch_batches=2
     )
     rows = _rows_of(batches)
     for step in config.steps:

@@ -1,0 +1,168 @@
+"""Pass 1: a source unit becomes a part, that is converted bytes and a table of their digests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipeline.data.images import (
+    ImageError,
+    canonical_pixels,
+    decode_image,
+    encode_jpeg,
+    resize_short_side,
+)
+from pipeline.data.prepare.config import PrepareConfig
+from pipeline.data.sources import RawRecord, Source, SourceUnit
+from pipeline.storage import Location
+
+PARTS = "_parts"
+PART_CHUNK_BYTES = 32 * 2**20
+
+PART_SCHEMA = pa.schema(
+    [
+        ("source_digest", pa.binary(32)),
+        ("pixel_digest", pa.binary(32)),
+        ("key", pa.string()),
+        ("label", pa.int32()),
+        ("chunk", pa.int32()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is known of a finished part without opening it; `left_out` counts by reason."""
+
+    unit: int
+    num_records: int
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ReadUnit:
+    """The task of pass 1: make a unit's part in `folder`, or find it finished."""
+
+    config: PrepareConfig
+    folder: Location
+    source: Source
+
+    def __call__(self, unit: SourceUnit) -> Part:
+        text = self.config.digest() + unit.fingerprint()
+        stamp = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+        meta_file = self.folder / f"{unit.index:07d}.json"
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            meta = json.loads(meta_file.read_text())
+            if meta["stamp"] == stamp:
+                return Part(
+                    unit=unit.index, num_records=meta["num_records"], left_out=meta["left_out"]
+                )
+        writer = _PartWriter(self.folder, unit.index)
+        left_out: Counter[str] = Counter()
+        for record in self.source.read_unit(unit):
+            try:
+                writer.add(*self._convert(record))
+            except ImageError as error:  # content never stops a prepare
+                left_out[error.reason] += 1
+        num_records = writer.close()
+        meta = {"stamp": stamp, "num_records": num_records, "left_out": dict(left_out)}
+        meta_file.write_text(json.dumps(meta, sort_keys=True))
+        return Part(unit=unit.index, num_records=num_records, left_out=dict(left_out))
+
+    def _convert(self, record: RawRecord) -> tuple[RawRecord, bytes, bytes, bytes]:
+        """(record, original digest, pixel digest, stored bytes). Raises ImageError."""
+        if record.content is None:
+            raise ImageError(record.error or "unreadable_file")
+        if isinstance(record.content, bytes):
+            pixels = decode_image(record.content).pixels
+            original = hashlib.sha256(record.content).digest()
+        else:
+            pixels = canonical_pixels(record.content)
+            original = hashlib.sha256(record.content.tobytes()).digest()
+        digest = hashlib.sha256(b"pixels %d %d %d\n" % pixels.shape)
+        digest.update(pixels.data)
+        resized = resize_short_side(pixels, self.config.image_short_side)
+        stored = encode_jpeg(resized, self.config.jpeg_quality)
+        return record, original, digest.digest(), stored
+
+
+class _PartWriter:
+    """Collects a unit's records; writes bytes in bounded chunks, then their table."""
+
+    def __init__(self, folder: Location, unit: int) -> None:
+        self.folder, self.unit = folder, unit
+        self.columns: dict[str, list[Any]] = {name: [] for name in PART_SCHEMA.names}
+        self.chunk: list[bytes] = []
+        self.chunk_bytes = self.num_chunks = 0
+
+    def add(self, record: RawRecord, original: bytes, pixels: bytes, stored: bytes) -> None:
+        label = record.label
+        row = (
+            original,
+            pixels,
+            record.key.encode("utf-8", "replace").decode(),
+            -1 if label is None or not 0 <= label < 2**31 else label,
+            self.num_chunks,
+            self.chunk_bytes,
+            len(stored),
+        )
+        for column, value in zip(self.columns.values(), row, strict=True):
+            column.append(value)
+        self.chunk.append(stored)
+        self.chunk_bytes += len(stored)
+        if self.chunk_bytes >= PART_CHUNK_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        chunk_file(self.folder, self.unit, self.num_chunks).write_bytes(b"".join(self.chunk))
+        self.chunk, self.chunk_bytes = [], 0
+        self.num_chunks += 1
+
+    def close(self) -> int:
+        if self.chunk:
+            self._flush()
+        table = pa.table(self.columns, PART_SCHEMA)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        _part_file(self.folder, self.unit).write_bytes(sink.getvalue().to_pybytes())
+        return table.num_rows
+
+
+def _part_file(folder: Location, unit: int) -> Location:
+    return folder / f"{unit:07d}.arrow"
+
+
+def chunk_file(folder: Location, unit: int, chunk: int) -> Location:
+    """Some of a part's stored bytes, one record after the other."""
+    return folder / f"{unit:07d}-{chunk:04d}.bin"
+
+
+def selection_file(folder: Location, unit: int) -> Location:
+    """Where pass 2 writes what becomes of a part's records."""
+    return folder / f"{unit:07d}.selection"
+
+
+def read_part(folder: Location, unit: int) -> pa.Table:
+    """A part's table (PART_SCHEMA)."""
+    return pa.ipc.open_file(pa.py_buffer(_part_file(folder, unit).read_bytes())).read_all()
+
+
+def digest_column(table: pa.Table, name: str) -> npt.NDArray[np.void]:
+    """A column of 32-byte digests as [n] void scalars, comparable and hashable as bytes."""
+    if table.num_rows == 0:
+        return np.empty(0, "V32")
+    array = table.column(name).combine_chunks()
+    flat = np.frombuffer(array.buffers()[1], np.uint8)
+    start = array.offset * 32
+    return flat[start : start + len(array) * 32].reshape(-1, 32).copy().view("V32")[:, 0]
