@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pipeline.data.shards import ShardStore
-from pipeline.data.stream import PixelReader, read_views
+from pipeline.data.views import PixelReader, read_views
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.privacy.sampling import record_uniforms
 from pipeline.training.settings import PhaseSettings

@@ -180,7 +180,9 @@ class _OpenPhase:
         else:
             key = self._open_attempt()
             self.plan = mechanism.plan(key.sampling_key(), num_records=num_records)
-            self.gradients = PrivateGradients(self.model, settings, self.plan, key, self.private_log)
+            self.gradients = PrivateGradients(
+                self.model, settings, self.plan, key, self.private_log
+            )
         self.augmentation_key = key.augmentation_key()
         self.units = open_units(
             StreamConfig(
@@ -205,8 +207,8 @@ class _OpenPhase:
         assert mechanism is not None and settings.ledger_home and settings.domain
         secret: bytes | None = None
         if self.is_first:
-            seeded = settings.seed is not None
-            key = AttemptKey.seeded(settings.seed) if seeded else AttemptKey.from_os_entropy()
+            seed = settings.seed
+            key = AttemptKey.from_os_entropy() if seed is None else AttemptKey.seeded(seed)
             self.ledger = Ledger(settings.ledger_home, settings.domain)
             self.attempt = self.ledger.open_attempt(
                 run=settings.run,
@@ -214,7 +216,7 @@ class _OpenPhase:
                 mechanism=mechanism,
                 key_commitment=key.commitment(),
                 first_step=self.state.step,
-                is_seeded=seeded,
+                is_seeded=key.is_seeded,
             )
             self.attempt_number = self.attempt.number
             secret = key.secret
@@ -275,7 +277,7 @@ class _OpenPhase:
             schedule=settings.phase.optimizer.schedule,
         )
         set_rate(self.optimizer, rate)
-        released.assign([p for p in self.model.parameters() if p.requires_grad])
+        released.assign(self.model)
         self.optimizer.step()
         return rate
 
@@ -350,7 +352,6 @@ class _OpenPhase:
 
     def _save(self, metrics: PublicMetrics | None) -> None:
         """Write the checkpoint on rank 0; the ledger names the weights before it exists."""
-        self.gradients.end_window()
         if self.is_first:
             names = list(self.model.named_parameters())
             self.state.weights_digest = save_checkpoint(

@@ -95,7 +95,7 @@ def _train_rank(config: dict[str, Any]) -> None:
 
 
 def _scaling(resources: Resources) -> ray.train.ScalingConfig:
-    workers = resources.workers
+    workers: Any = resources.workers  # a (min, max) pair makes the group elastic
     if isinstance(workers, tuple) and workers[0] == workers[1]:
         workers = workers[0]
     per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
