@@ -20,7 +20,7 @@ from torch import Tensor
 L2_GRID = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 FEW_SHOT_L2 = 1e-4
 VALIDATION_SHARE = 0.2
-MAX_ITERATIONS = 40
+MAX_ITERATIONS = 100
 RAW_PIXEL_SIDE = 32
 DIGESTS_PER_READ = 1_000_000
 
@@ -379,8 +379,8 @@ def _fit(train: _Labelled, classes: npt.NDArray[np.int64], l2: float) -> _Probe:
         [weight_KC.requires_grad_(True), bias_C.requires_grad_(True)],
         max_iter=MAX_ITERATIONS,
         history_size=20,
-        tolerance_grad=1e-6,
-        tolerance_change=1e-9,
+        tolerance_grad=1e-8,
+        tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
 
