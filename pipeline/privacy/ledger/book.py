@@ -23,7 +23,7 @@ from pipeline.privacy.ledger.rules import Budget, DomainState, PhaseAccount, Spe
 from pipeline.privacy.mechanism import Mechanism
 
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_NUM_LISTINGS = 20
+_NUM_LISTINGS = 10
 _MAX_LOST_RACES = 1000
 
 
