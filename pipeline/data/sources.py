@@ -9,11 +9,10 @@ not hold what its URI says is a ValueError.
 from __future__ import annotations
 
 import functools
-import gzip
-import io
 import json
 import re
 import urllib.parse
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -323,9 +322,18 @@ class IdxSource(Source):
             yield RawRecord(key=key, content=flat.reshape(shape[1:]), label=label)
 
 
-@functools.lru_cache(maxsize=4)
 def _read_idx(uri: str) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
     """(shape, flat uint8 values); a cut-off file gives fewer values than its shape says."""
+    filesystem, path = Location(uri).filesystem()
+    info = filesystem.get_file_info(path)
+    return _read_idx_version(uri, info.size, info.mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_idx_version(
+    uri: str, size: int | None, mtime_ns: int | None
+) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
+    """Read a file once per version of it: a unit is only a part of it."""
     content = Location(uri).read_bytes()
     if content[:2] == b"\x1f\x8b":
         content = _gunzip_as_far_as_possible(content)
@@ -343,12 +351,13 @@ def _read_idx(uri: str) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
 
 def _gunzip_as_far_as_possible(content: bytes) -> bytes:
     parts = []
-    with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+    while content[:2] == b"\x1f\x8b":  # a gzip file may have several members
+        member = zlib.decompressobj(wbits=31)
         try:
-            while part := stream.read(2**22):
-                parts.append(part)
-        except (OSError, EOFError, ValueError):
-            pass
+            parts.append(member.decompress(content))
+        except zlib.error:
+            break
+        content = member.unused_data
     return b"".join(parts)
 
 

@@ -10,6 +10,7 @@ How many rows a step has is a private fact: nothing here prints it.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import OrderedDict, deque
@@ -306,6 +307,8 @@ def ray_unit_iterators(
     from ray.data import DataContext, ExecutionResources  # noqa: PLC0415
 
     digest = _checked_digest(config)
+    if config.is_private:
+        _hush_ray_data()
     context = _quiet(DataContext.get_current().copy())
     if num_cpus:
         context.execution_options.resource_limits = ExecutionResources(cpu=num_cpus)
@@ -335,6 +338,11 @@ def _quiet(context: Any) -> Any:
     return context
 
 
+def _hush_ray_data() -> None:
+    """Keep Ray Data's own lines (rows dispatched, rows per operator) out of this process's logs."""
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+
+
 _last_plans: OrderedDict[tuple[Any, int], npt.NDArray[np.int64]] = OrderedDict()
 
 
@@ -353,6 +361,13 @@ class _PlanTask:
     """Numbers of steps -> one row of tags per unit, rank fastest."""
 
     config: StreamConfig
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Ray runs the pipeline's executor in an actor of its own, which unpickles this task and
+        # otherwise logs how many rows each operator and each rank had.
+        self.__dict__.update(state)
+        if self.config.is_private:
+            _hush_ray_data()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         config = self.config
