@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,16 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline.data.manifest import DatasetManifest, Shard
 from pipeline.data.prepare import PrepareConfig, prepare
-from pipeline.data.shards import ShardStore
+from pipeline.data.shards import (
+    INDEX_NAME,
+    INDEX_SCHEMA,
+    ShardStore,
+    TableWriter,
+    build_shard,
+    stored_digest,
+)
 from pipeline.data.synthetic import generate_batch
 from pipeline.storage import Location
 
@@ -91,6 +100,49 @@ def public_store(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
     )
     prepare(config, Location(str(folder)), num_workers=1)
     return ShardStore(str(folder))
+
+
+@pytest.fixture
+def dataset_of(tmp_path: Path) -> Callable[..., ShardStore]:
+    """Makes a dataset of given stored bytes, decodable or not: dataset_of(contents) -> its store."""
+
+    def make(
+        contents: list[bytes], *, visibility: str = "private", name: str = "made"
+    ) -> ShardStore:
+        root = Location(str(tmp_path / name))
+        tar, offsets = build_shard(0, contents, [-1] * len(contents))
+        (root / "000000.tar").write_bytes(tar)
+        index = TableWriter(root / INDEX_NAME, INDEX_SCHEMA)
+        index.append(
+            {
+                "shard": np.zeros(len(contents), np.uint32),
+                "length": np.array([len(content) for content in contents], np.uint32),
+                "offset": offsets,
+                "label": np.full(len(contents), -1, np.int32),
+                "digest": [stored_digest(content) for content in contents],
+            }
+        )
+        manifest = DatasetManifest(
+            name=name,
+            num_records=len(contents),
+            visibility=visibility,
+            domain="tests" if visibility == "private" else None,
+            image_short_side=32,
+            source="test",
+            shards=(
+                Shard(
+                    name="000000.tar",
+                    num_bytes=len(tar),
+                    sha256=hashlib.sha256(tar).hexdigest(),
+                ),
+            ),
+            index_digest=index.close(),
+            created_with="test",
+        )
+        manifest.save(root)
+        return ShardStore(root, retry_delays_seconds=(0.01, 0.01))
+
+    return make
 
 
 @pytest.fixture

@@ -29,10 +29,13 @@ MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of RGB
 MAX_IMAGE_BYTES = 256 * 2**20
 MAX_JPEG_SIDE = 65_500
 
-# Formats that Pillow may open. Left out on purpose: those that start programs (EPS), vectors.
-PILLOW_FORMATS = (
-    *("PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM"),
-    *("AVIF", "JPEG", "MPO", "JPEG2000"),
+# Formats that Pillow may open, if it was built with them. Left out on purpose: vectors, and those
+# that start programs (EPS).
+Image.init()
+PILLOW_FORMATS = tuple(
+    name
+    for name in ("PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "AVIF", "JPEG", "JPEG2000")
+    if name in Image.OPEN
 )
 
 # A crop needs 10 tries of (area, aspect), a position (top, left) and a flip.

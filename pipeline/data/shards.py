@@ -189,10 +189,15 @@ class _LocalShard:
     """An open local file; `pread` needs no lock and, unlike a mapping, survives truncation."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "rb", buffering=0)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, num_bytes: int, offset: int) -> bytes:
-        return os.pread(self._file.fileno(), num_bytes, offset)
+        return os.pread(self._descriptor, num_bytes, offset)
+
+    def __del__(self) -> None:
+        # Closed when the last reader lets go: another thread may still read a dropped shard.
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
 
 
 @dataclass(frozen=True)
@@ -395,7 +400,7 @@ class ShardStore:
         with self._lock:
             self._shards[number] = reader
             while len(self._shards) > MAX_OPEN_SHARDS:
-                self._shards.popitem(last=False)  # closed when its last reader lets go
+                self._shards.popitem(last=False)
         return reader
 
     def _forget_shard(self, number: int) -> None:
