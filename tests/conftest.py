@@ -104,7 +104,7 @@ def public_store(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
 
 @pytest.fixture
 def dataset_of(tmp_path: Path) -> Callable[..., ShardStore]:
-    """Makes a dataset of given stored bytes, decodable or not: dataset_of(contents) -> its store."""
+    """Makes a dataset of given stored bytes, decodable or not: dataset_of(contents)."""
 
     def make(
         contents: list[bytes], *, visibility: str = "private", name: str = "made"
