@@ -33,6 +33,9 @@ _HOME = {
     "LedgerError": "ledger",
     "LedgerHead": "ledger",
     "ReserveExhausted": "ledger",
+    "LedgerReport": "ledger",
+    "LedgerStorageError": "ledger",
+    "LineageStep": "statement",
     "build_statement": "statement",
     "statement_text": "statement",
 }

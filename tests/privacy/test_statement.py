@@ -1,0 +1,160 @@
+"""The statement says what the ledger knows, and says so when there is no guarantee."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.keys import AttemptKey
+from pipeline.privacy.ledger import Ledger, LedgerError
+from pipeline.privacy.mechanism import Mechanism
+from pipeline.privacy.statement import LineageStep, build_statement, statement_text
+
+MECHANISM = Mechanism(
+    num_records=1_000,
+    expected_batch_size=100,
+    sampling_probability=0.1,
+    noise_multiplier=2.0,
+    max_grad_norm=0.1,
+    num_steps=20,
+    reserve_steps=10,
+    delta=1e-5,
+)
+DIGEST = "ab" * 32
+
+
+def train(ledger: Ledger, run: str, *, seed: int | None = None) -> None:
+    """A run that lost five steps to a crash."""
+    for first_step, last_step in ((0, 10), (5, 20)):
+        key = AttemptKey.from_os_entropy() if seed is None else AttemptKey.seeded(seed)
+        attempt = ledger.open_attempt(
+            run=run,
+            phase="private",
+            mechanism=MECHANISM,
+            key_commitment=key.commitment(),
+            first_step=first_step,
+            is_seeded=key.is_seeded,
+        )
+        attempt.charge(first_step, last_step - first_step)
+    attempt.record_weights(20, DIGEST, "checkpoint")
+    attempt.finish("complete", 20)
+
+
+def build(ledger: Ledger, **changes: object) -> dict:
+    fields: dict = {
+        "run": "run",
+        "lineage": [LineageStep(run="run", phase="private", num_steps=20)],
+        "weights_digest": DIGEST,
+        "hyperparameter_search": "unaccounted",
+        "public_data": ["dead leaves: made by a program, 20,000 images"],
+    }
+    return build_statement(ledger=ledger, **{**fields, **changes})
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(str(tmp_path), "photos")
+
+
+def test_statement_follows_ledger(ledger: Ledger) -> None:
+    train(ledger, "run")
+    train(ledger, "other")
+    statement = json.loads(json.dumps(build(ledger), allow_nan=False))
+    for name, steps in (("this_model", 20), ("this_run", 25), ("domain", 50)):
+        expected = epsilon_of([(MECHANISM, steps)], 1e-5)
+        assert statement["epsilon"][name] == expected.to_json()
+    assert statement["is_private"]
+    assert statement["domain"] == "photos" and statement["weights_sha256"] == DIGEST
+    (phase,) = statement["phases"]
+    assert Mechanism.from_json(phase["mechanism"]) == MECHANISM
+    assert (phase["num_steps"], phase["num_charged_steps"], phase["num_attempts"]) == (20, 25, 2)
+    head = ledger.head()
+    assert statement["ledger"]["head_sha256"] == head.digest
+    assert statement["ledger"]["num_entries"] == head.index + 1
+
+
+def test_text_names_all_that_the_design_asks(ledger: Ledger) -> None:
+    train(ledger, "run")
+    text = statement_text(build(ledger))
+    epsilon = epsilon_of([(MECHANISM, 20)], 1e-5).value
+    for part in (
+        f"({epsilon:g}, 1e-05)-differentially private",
+        "central differential privacy",
+        "one prepared record: a distinct prepared image with its label",
+        "Labels are covered",
+        "`replace_special`",
+        "| private | 1,000 | 100 | 0.1 | 2.0 | 0.1 | 20 (+ 10 in reserve) | 20 | 25 in 2",
+        "Poisson",
+        "dp-accounting",
+        "## Who is trusted",
+        "operates the cluster",
+        "NOT part of any epsilon here",
+        "de-duplication",
+        "the time steps take",
+        "AES-256",
+        "floating point",
+        "dead leaves",
+        ledger.head().digest,
+        DIGEST,
+    ):
+        assert part in text, part
+    assert "NOT PRIVATE" not in text and "UNBOUNDED" not in text
+
+
+def test_statement_says_not_private(ledger: Ledger) -> None:
+    train(ledger, "run", seed=1)
+    statement = build(ledger)
+    assert not statement["is_private"]
+    assert statement["epsilon"]["this_model"] == "none: NOT PRIVATE"
+    assert statement["epsilon"]["this_run"] == "none: NOT PRIVATE"
+    assert statement["epsilon"]["domain"] == "unbounded"
+    text = statement_text(statement)
+    assert "**NOT PRIVATE.**" in text and "differentially private with respect" not in text
+
+
+def test_unprotected_access_unbounds_the_domain_only(ledger: Ledger) -> None:
+    train(ledger, "run")
+    ledger.record_unprotected("rehearsal", "private", "--unprotected")
+    statement = build(ledger)
+    assert statement["is_private"] and statement["epsilon"]["domain"] == "unbounded"
+    text = statement_text(statement)
+    assert "UNBOUNDED" in text and "differentially private with respect" in text
+
+
+def test_number_of_records_is_not_stated_under_add_or_remove_one(ledger: Ledger) -> None:
+    hidden_n = dataclasses.replace(MECHANISM, adjacency="add_or_remove_one", num_records=None)
+    attempt = ledger.open_attempt(
+        run="run",
+        phase="private",
+        mechanism=hidden_n,
+        key_commitment=AttemptKey.from_os_entropy().commitment(),
+        first_step=0,
+    )
+    attempt.charge(0, 20)
+    attempt.record_weights(20, DIGEST, "checkpoint")
+    text = statement_text(build(ledger))
+    assert "| private | private | 100 |" in text and "1,000" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights_digest": "cd" * 32}, "names weights"),
+        ({"lineage": [LineageStep(run="run", phase="private", num_steps=21)]}, "names 21 steps"),
+        ({"lineage": [LineageStep(run="run", phase="private", num_steps=0)]}, "names 0 steps"),
+        ({"lineage": [LineageStep(run="run", phase="other", num_steps=1)]}, "no attempt"),
+        ({"lineage": []}, "lineage is empty"),
+        ({"hyperparameter_search": "some"}, "hyperparameter_search is 'some'"),
+    ],
+)
+def test_unfounded_statements_are_refused(ledger: Ledger, changes: dict, message: str) -> None:
+    train(ledger, "run")
+    with pytest.raises((LedgerError, ValueError), match=message):
+        build(ledger, **changes)
+
+
+def test_text_of_another_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="format"):
+        statement_text({"format": "something else"})
