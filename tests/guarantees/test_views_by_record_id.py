@@ -1,0 +1,61 @@
+"""Pitfall 32: a record's view depends on (sub-key, step, record id), never on rank or position."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.data.shards import ShardStore
+from pipeline.data.stream import StreamConfig, thread_pool_units
+from pipeline.privacy.sampling import PoissonPlan
+
+
+def views_of(store: ShardStore, world_size: int = 1, key: bytes = b"a" * 32, **sizes: int) -> dict:
+    """(step, record id) -> the bytes of its view, over all ranks."""
+    config = StreamConfig(
+        plan=PoissonPlan(key=b"v" * 32, num_records=240, sampling_probability=0.2),
+        store_root=str(store.root),
+        augmentation_key=key,
+        world_size=world_size,
+        microbatch_size=sizes.get("microbatch_size", 8),
+        microbatches_per_unit=sizes.get("microbatches_per_unit", 2),
+        image_size=sizes.get("image_size", 24),
+        num_steps=4,
+        is_private=True,
+    )
+    return {
+        (unit.step, record_id): unit.images[row].tobytes()
+        for rank in range(world_size)
+        for unit in thread_pool_units(config, rank)
+        for row, record_id in enumerate(unit.record_ids.tolist())
+        if record_id >= 0
+    }
+
+
+def test_same_views_for_any_world_and_microbatch_size(private_store: ShardStore) -> None:
+    expected = views_of(private_store)
+    assert len(expected) > 100
+    for world_size, sizes in (
+        (2, {}),
+        (3, {"microbatch_size": 5}),
+        (8, {"microbatch_size": 1, "microbatches_per_unit": 1}),
+    ):
+        assert views_of(private_store, world_size, **sizes) == expected
+
+
+def test_large_views_too(private_store: ShardStore) -> None:
+    """Above 64 pixels another resize is used."""
+    sizes = {"image_size": 70}
+    assert views_of(private_store, 3, **sizes) == views_of(private_store, 1, **sizes)
+
+
+def test_views_change_with_step_and_key(private_store: ShardStore) -> None:
+    views = views_of(private_store)
+    by_record: dict[int, set[bytes]] = {}
+    for (_, record_id), view in views.items():
+        by_record.setdefault(record_id, set()).add(view)
+    times = np.bincount([record_id for _, record_id in views])
+    assert sum(times >= 2) > 10
+    assert sum(len(by_record[r]) == times[r] for r in by_record) > 0.95 * len(by_record)
+    other = views_of(private_store, key=b"b" * 32)
+    assert other.keys() == views.keys()
+    assert sum(other[place] == views[place] for place in views) < 0.05 * len(views)
