@@ -55,11 +55,14 @@ def test_standardised_features_have_unit_mean_square() -> None:
     torch.testing.assert_close(scaled.square().sum(1).mean().item(), 1.0)
 
 
-def test_constant_features_do_not_explode() -> None:
+def test_features_that_hardly_move_do_not_explode() -> None:
+    """A millionth of class information in the fitting images is not blown up to full size."""
     features, labels = blobs(100)
-    features[:, 3] = 5.0
-    other, other_labels = blobs(100, seed=1)
-    other[:, 3] = 5.001
+    features, (other, other_labels) = features.double(), blobs(100, seed=1)
+    other = other.double()
+    features[:, 3] = 5 + 1e-6 * torch.from_numpy(labels)
+    other[:, 3] = 5 + 1e-3 * other[:, 3]
+    features[:, 4] = other[:, 4] = 5.0
     result = linear_probe(features, labels, other, other_labels, rule="r")
     assert result.accuracy > 0.9
 

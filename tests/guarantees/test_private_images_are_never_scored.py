@@ -51,7 +51,8 @@ def test_a_set_marked_private_is_refused(role: str) -> None:
         held_out_loss(MaskedAutoencoder(SIZES["micro"], image_size=12, patch_size=3), store)
 
 
-def test_disjoint_sets_are_scored() -> None:
+def test_disjoint_sets_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "MAX_ITERATIONS", 2)
     evaluate()
 
 
