@@ -31,6 +31,8 @@ from pipeline.storage import Location
 
 torch.set_num_threads(1)
 
+pytest_plugins = ["phase_fixtures"]
+
 
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[None]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareConfig
+from pipeline.privacy.ledger import Ledger
 from pipeline.recipe import Dataset, Recipe, RecipeError, parse_recipe
 from pipeline.storage import Location
 from pipeline.training.checkpoint import latest_checkpoint, read_facts
@@ -162,16 +163,28 @@ def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
         layout = RunLayout(candidate)
         saved = layout.root / "recipe.yaml"
         if not saved.exists():
-            saved.write_text(candidate.to_yaml())
-            break
-        if parse_recipe(saved.read_text(), origin=str(saved)).digest() == candidate.digest():
+            if not _is_charged(layout):
+                saved.write_text(candidate.to_yaml())
+                break
+        elif parse_recipe(saved.read_text(), origin=str(saved)).digest() == candidate.digest():
             break
         number += 1
     if number == 1:
         return layout, None
     return layout, (
-        f"the name {wanted!r} belongs to a run of another recipe (in {layout.storage}/runs), so "
-        f"this run is called {name!r}; use --set name=… to choose"
+        f"the name {wanted!r} belongs to a run of another recipe, or to one whose folder is gone "
+        f"but not its charges (in {layout.storage}), so this run is called {name!r}; use "
+        "--set name=… to choose"
+    )
+
+
+def _is_charged(layout: RunLayout) -> bool:
+    """Whether a ledger knows a run of this name: a new run must not live on its reserve."""
+    domains = {dataset.domain for dataset in layout.recipe.data.values() if dataset.domain}
+    return any(
+        account.run == layout.recipe.name
+        for domain in domains
+        for account in Ledger(layout.ledger_home, domain).accounts()
     )
 
 

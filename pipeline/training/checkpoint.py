@@ -40,7 +40,7 @@ class CheckpointFacts:
         history: public metrics so far (training/metrics.py).
         model: the model section of the recipe.
         origin: digests of the checkpoints it descends from.
-        is_private: whether private images shaped the weights.
+        lineage: the private phases that shaped the weights, {domain, run, phase, num_steps} each.
         guarantee: "differential privacy", "none needed (public data)", or "NOT PRIVATE".
     """
 
@@ -53,7 +53,7 @@ class CheckpointFacts:
     history: list[dict[str, Any]]
     model: dict[str, Any]
     origin: list[str]
-    is_private: bool
+    lineage: list[dict[str, Any]]
     guarantee: str
 
 

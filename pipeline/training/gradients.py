@@ -107,6 +107,11 @@ class PrivateGradients:
             noise_source=self._noise,
             layout=self._sums.layout,
         )
+        promised = self._mechanism.noise_std / self._mechanism.expected_batch_size
+        if released.noise_std_per_coordinate != promised:
+            raise RuntimeError(
+                f"step {step}: the release does not carry the noise that the mechanism promises"
+            )
         self._log.end_step(step, self._mechanism.max_grad_norm)
         return released
 

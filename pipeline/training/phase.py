@@ -57,6 +57,7 @@ from pipeline.training.settings import PhaseSettings
 OpenUnits = Callable[[StreamConfig], Iterator[Unit]]
 OnWindow = Callable[[PublicMetrics], None]
 
+_NOT_PRIVATE = "NOT PRIVATE"
 COMPLETE, RESERVE_USED_UP = "complete", "reserve_used_up"
 
 
@@ -77,7 +78,7 @@ class _State:
     finished: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     origin: list[str] = field(default_factory=list)
-    is_private: bool = False
+    lineage: list[dict[str, Any]] = field(default_factory=list)
     guarantee: str = "none needed (public data)"
     weights_digest: str = ""
 
@@ -368,12 +369,16 @@ class _OpenPhase:
     def _facts(self, weights_digest: str) -> CheckpointFacts:
         settings, mechanism, state = self.settings, self.settings.mechanism, self.state
         head: tuple[int, str] | None = None
-        guarantee = state.guarantee
+        guarantee, lineage = state.guarantee, list(state.lineage)
         if self.attempt is not None and self.ledger is not None:
             self.attempt.record_weights(state.step, weights_digest, "checkpoint")
             ledger_head = self.ledger.head()
             head = (ledger_head.index, ledger_head.digest)
-            guarantee = "differential privacy" if settings.seed is None else "NOT PRIVATE"
+            if guarantee != _NOT_PRIVATE:
+                guarantee = "differential privacy" if settings.seed is None else _NOT_PRIVATE
+            own = {"domain": settings.domain, "run": settings.run, "phase": settings.phase.name}
+            if state.step:
+                lineage.append({**own, "num_steps": state.step})
         return CheckpointFacts(
             step=state.step,
             finished=state.finished,
@@ -384,7 +389,7 @@ class _OpenPhase:
             history=state.history,
             model=settings.model.model_dump(mode="json"),
             origin=state.origin,
-            is_private=state.is_private or mechanism is not None,
+            lineage=lineage,
             guarantee=guarantee,
         )
 
@@ -400,6 +405,10 @@ class _OpenPhase:
 
 
 _CHECKSUM_MODULUS = 2**62
+
+
+def _is_own(line: dict[str, Any], settings: PhaseSettings) -> bool:
+    return (line["run"], line["phase"]) == (settings.run, settings.phase.name)
 
 
 def _public_secret(settings: PhaseSettings) -> bytes:
@@ -455,7 +464,7 @@ def _restore(
             finished=facts.finished,
             history=list(facts.history),
             origin=list(facts.origin),
-            is_private=facts.is_private,
+            lineage=[line for line in facts.lineage if not _is_own(line, settings)],
             guarantee=facts.guarantee,
             weights_digest=saved.weights_digest,
         )
@@ -468,6 +477,6 @@ def _restore(
     restore_optimizer(optimizer, names, before.optimizer, settings.phase.reset_optimizer)
     return _State(
         origin=[*before.facts.origin, before.weights_digest],
-        is_private=before.facts.is_private,
+        lineage=list(before.facts.lineage),
         guarantee=before.facts.guarantee,
     )

@@ -30,7 +30,7 @@ def facts(step: int) -> CheckpointFacts:
         history=[{"step": step}],
         model={"size": "micro"},
         origin=["o"],
-        is_private=False,
+        lineage=[{"run": "r", "phase": "p", "domain": "d", "num_steps": 1}],
         guarantee="none needed (public data)",
     )
 

@@ -8,42 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from phase_fixtures import Crash, crash_at, run, units
 
-from pipeline.data.stream import DeliveryError, StreamConfig, Unit, thread_pool_units
+from pipeline.data.stream import DeliveryError, StreamConfig, Unit
 from pipeline.storage import Location
 from pipeline.training.checkpoint import latest_checkpoint, load_checkpoint
-from pipeline.training.metrics import PublicMetrics
-from pipeline.training.phase import PhaseOutcome, run_phase
-from pipeline.training.ranks import Ranks
 from pipeline.training.settings import PhaseSettings
 
 Make = Callable[..., PhaseSettings]
-CPU = Ranks(torch.device("cpu"))
-
-
-class Crash(RuntimeError):
-    pass
-
-
-def units(config: StreamConfig) -> Iterator[Unit]:
-    return thread_pool_units(config, 0, 1)
-
-
-def run(settings: PhaseSettings, open_units: Any = units) -> tuple[PhaseOutcome, list[Any]]:
-    shown: list[PublicMetrics] = []
-    return run_phase(settings, CPU, open_units, shown.append), shown
-
-
-def crash_at(step: int) -> Callable[[StreamConfig], Iterator[Unit]]:
-    """A stream that dies when a step's images are asked for."""
-
-    def open_units(config: StreamConfig) -> Iterator[Unit]:
-        for unit in units(config):
-            if unit.step == step:
-                raise Crash
-            yield unit
-
-    return open_units
 
 
 def weights_of(settings: PhaseSettings) -> dict[str, torch.Tensor]:
@@ -125,7 +97,9 @@ def test_the_next_phase_starts_from_the_one_before(settings: Make, tmp_path: Any
     assert latest is not None
     saved = load_checkpoint(latest)
     assert saved.facts.origin == [load_checkpoint(start).weights_digest]
-    assert saved.facts.is_private and saved.facts.guarantee == "differential privacy"
+    own = {"domain": "some-domain", "run": "some-run", "phase": "some", "num_steps": 6}
+    assert saved.facts.lineage == [own]
+    assert saved.facts.guarantee == "differential privacy"
 
 
 def test_another_step_or_a_missing_unit_stops_the_run(settings: Make) -> None:

@@ -1,18 +1,23 @@
-"""Small prepared data sets and phase settings that the training tests share."""
+"""Small prepared data sets, phase settings and ways to run them that tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline import recipe
 from pipeline.data.prepare import PrepareConfig, prepare
+from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.storage import Location
+from pipeline.training.metrics import PublicMetrics
+from pipeline.training.phase import PhaseOutcome, run_phase
+from pipeline.training.ranks import Ranks
 from pipeline.training.settings import PhaseSettings
 
 NUM_RECORDS, BATCH_SIZE, IMAGE_SIZE, PATCH_SIZE = 120, 24, 16, 4
@@ -122,3 +127,32 @@ def settings(tmp_path: Path, public_set: str, private_set: str) -> Callable[...,
         return PhaseSettings(**(fields | changes))
 
     return make
+
+
+class Crash(RuntimeError):
+    """A planted failure."""
+
+
+def units(config: StreamConfig) -> Iterator[Unit]:
+    return thread_pool_units(config, 0, 1)
+
+
+def run(
+    settings: PhaseSettings, open_units: Callable[[StreamConfig], Iterator[Unit]] = units
+) -> tuple[PhaseOutcome, list[PublicMetrics]]:
+    """Run a phase in this process; returns how it ended and what it showed."""
+    shown: list[PublicMetrics] = []
+    ranks = Ranks(torch.device("cpu"))
+    return run_phase(settings, ranks, open_units, shown.append), shown
+
+
+def crash_at(step: int) -> Callable[[StreamConfig], Iterator[Unit]]:
+    """A stream that dies when a step's images are asked for."""
+
+    def open_units(config: StreamConfig) -> Iterator[Unit]:
+        for unit in units(config):
+            if unit.step == step:
+                raise Crash
+            yield unit
+
+    return open_units
