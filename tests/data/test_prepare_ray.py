@@ -36,7 +36,8 @@ def test_same_bytes_as_on_threads(ray_local, tmp_path, image_folder, monkeypatch
     (folder / "a" / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing")
     config = config_of(folder)
     seen: list[PrepareProgress] = []
-    by_ray = prepare(config, Location(str(tmp_path / "ray")), seen.append, executor="ray")
+    out = Location(str(tmp_path / "ray"))
+    by_ray = prepare(config, out, seen.append, executor="ray", num_workers=2)
     by_threads = prepare(config, Location(str(tmp_path / "threads")), num_workers=2)
     assert by_ray == by_threads
     assert files_of(tmp_path / "ray") == files_of(tmp_path / "threads")

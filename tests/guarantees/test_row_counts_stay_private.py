@@ -1,4 +1,4 @@
-"""Pitfalls 20 and 31: what Ray prints and logs while it feeds a private phase tells no row count."""
+"""Pitfalls 20 and 31: what Ray prints and logs while it feeds a private phase tells no count."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def prepare(
         progress: called after each unit.
         executor: "threads" in this process, or "ray" for Ray Data tasks (needs an initialised
             Ray). The output bytes are the same.
-        num_workers: number of threads; None = one per CPU. Ray decides for itself.
+        num_workers: number of threads, None = one per CPU; of Ray, the most CPUs that its tasks
+            may hold, None = all that are free.
 
     Returns:
         The manifests, by split name; by "" where there are no splits.
@@ -82,9 +83,9 @@ def prepare(
     excluded, foreign = foreign_digests(config)
     source = open_source(config.source)
     units = source.list_units()
-    num_threads = num_workers or os.cpu_count() or 1
-    run: Run = run_with_ray
+    run: Run = functools.partial(run_with_ray, num_cpus=num_workers)
     if executor == "threads":
+        num_threads = num_workers or os.cpu_count() or 1
         run = functools.partial(run_with_threads, num_threads=num_threads)
     try:
         parts = _read_all(ReadUnit(config, destination / PARTS, source), units, run, progress)

@@ -44,17 +44,21 @@ def run_with_threads(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def run_with_ray(task: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+def run_with_ray(
+    task: Callable[[Item], Result], items: Sequence[Item], *, num_cpus: int | None = None
+) -> Iterator[Result]:
     """As Ray Data tasks, one per item. A task's error comes back as a value: Ray would log its
     traceback, and with it which record it was about.
     """
     import ray.data  # noqa: PLC0415  seconds to load, and not needed for threads
-    from ray.data import DataContext  # noqa: PLC0415
+    from ray.data import DataContext, ExecutionResources  # noqa: PLC0415
 
     if not items:
         return
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = True
+    if num_cpus:
+        context.execution_options.resource_limits = ExecutionResources(cpu=num_cpus)
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     rows = [{"item": pickle.dumps(item)} for item in items]
