@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -25,7 +26,7 @@ def connected() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
     else:
