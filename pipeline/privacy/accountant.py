@@ -23,6 +23,7 @@ PLD_INTERVAL = 1e-4
 MAX_TARGET_EPSILON = 1000.0
 MIN_TARGET_EPSILON = 0.001
 _MAX_STEP_LOSS = 2000.0
+_MAX_EVALUATIONS = 60
 _RDP_SLACK_PER_STEP = 1e-14
 _UNIT = 10.0**-NOISE_MULTIPLIER_DECIMALS
 
@@ -181,6 +182,11 @@ def _least_units_near(
     low, high = 0, 0  # high = 0: not known yet
     units = start
     while high == 0 or high - low > 1:
+        if len(found) == _MAX_EVALUATIONS:
+            raise ValueError(
+                f"target_epsilon {target} was not met in {_MAX_EVALUATIONS} trials; give "
+                "noise_multiplier in the recipe instead"
+            )
         value = found[units] = bound(units)
         if value == math.inf and guide(units) <= target:
             raise ValueError(

@@ -376,11 +376,10 @@ def test_tampering_is_refused(tmp_path: Path, tamper: object, message: str) -> N
 
 def test_consistent_forgery_of_one_entry_breaks_the_chain(tmp_path: Path) -> None:
     """An entry rewritten with a fitting digest of its own no longer fits the next."""
-    ledger = filled(tmp_path)
-    entry = ledger.entries()[1]
-    forged = dataclasses.replace(entry, body={**entry.body, "num_steps": 5})
+    entry = filled(tmp_path).entries()[1]
+    forged = dataclasses.replace(entry, written_at="1970-01-01T00:00:00+00:00")
     entry_path(tmp_path, 1).write_bytes(forged.to_bytes())
-    with pytest.raises(LedgerError, match=r"chain is broken|breaks the rules"):
+    with pytest.raises(LedgerError, match="chain is broken"):
         Ledger(str(tmp_path), "photos").verify()
 
 
