@@ -79,7 +79,7 @@ def make_mechanism(phase: Phase, num_records: int) -> Mechanism:
     """The Mechanism of a private phase over N records; calibrated where the recipe asks for it."""
     privacy = phase.privacy
     assert privacy is not None
-    batch_size = _batch_size(phase, num_records)
+    batch_size = logical_batch_size(phase, num_records)
     reserve = privacy.reserve_steps
     if reserve is None:
         reserve = default_reserve_steps(phase.steps, phase.checkpoint_interval)
@@ -105,7 +105,7 @@ def _plan_phase(
     recipe: Recipe, phase: Phase, from_manifest: int | None, compare: bool
 ) -> PhasePlan:
     num_records = from_manifest or _declared_num_records(recipe, phase)
-    batch_size = _batch_size(phase, num_records)
+    batch_size = logical_batch_size(phase, num_records)
     if batch_size > num_records:
         key = "privacy.expected_batch_size" if phase.privacy else "batch_size"
         raise RecipeError(
@@ -207,7 +207,8 @@ def _declared_num_records(recipe: Recipe, phase: Phase) -> int:
     return floor(dataset.num_records * share)
 
 
-def _batch_size(phase: Phase, num_records: int) -> int:
+def logical_batch_size(phase: Phase, num_records: int) -> int:
+    """B of a phase: as the recipe says, lowered where max_sampling_probability asks for it."""
     if phase.privacy is None:
         assert phase.batch_size is not None
         return phase.batch_size

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 
 from pipeline.chain.layout import RunLayout
 from pipeline.data.shards import ShardStore
+from pipeline.data.views import PixelReader, read_views
 from pipeline.evaluation.evaluate import evaluate_encoders, format_results
-from pipeline.models.mae import MaskedAutoencoder
-from pipeline.storage import Location
-from pipeline.training.checkpoint import Checkpoint, load_checkpoint
+from pipeline.models.export import export_encoder
+from pipeline.models.mae import MaskedAutoencoder, reconstruction_pictures
+from pipeline.models.sizes import model_size, parameter_count
+from pipeline.plan import logical_batch_size
+from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.sampling import record_uniforms
+from pipeline.privacy.statement import LineageStep, build_statement, statement_text
+from pipeline.recipe import Phase
+from pipeline.report.card import model_card
+from pipeline.report.facts import (
+    MetricPoint,
+    ModelFacts,
+    PhaseFacts,
+    Pictures,
+    PrivacyFacts,
+    ReportInputs,
+)
+from pipeline.report.render import render_report
+from pipeline.training.checkpoint import Checkpoint, CheckpointFacts, load_checkpoint
 from pipeline.training.phase import build_model
 
 
@@ -43,7 +66,9 @@ def evaluate_stage(layout: RunLayout, console: Console) -> None:
             progress=lambda text: console.print(f"evaluate: {text}", style="dim"),
         )
         layout.evaluation.write_text(json.dumps(results, indent=1))
-    console.print(format_results(read_evaluation(layout)), style="bold")
+    results = read_evaluation(layout)
+    if results is not None:
+        console.print(format_results(results))
 
 
 def read_evaluation(layout: RunLayout) -> dict[str, Any] | None:
@@ -55,7 +80,7 @@ def _judged(layout: RunLayout) -> dict[str, Checkpoint]:
     """The final weights, and those of the last public phase before a private one."""
     judged = {}
     phases = layout.recipe.phases
-    for phase, following in zip(phases, phases[1:], strict=False):
+    for phase, following in pairwise(phases):
         if phase.kind == "public" and following.kind == "private":
             judged[f"{phase.name} alone"] = final_checkpoint(layout, phase.name)
     judged[f"after {phases[-1].name}"] = final_checkpoint(layout, phases[-1].name)
@@ -77,29 +102,52 @@ def _model(layout: RunLayout, saved: Checkpoint) -> MaskedAutoencoder:
 
 
 def export_stage(layout: RunLayout, console: Console) -> None:
-    """Write the timm directory, name it in the ledgers, then write its privacy statement."""
+    """Write the timm directory, name it in the ledgers, and its privacy statement last."""
     marker = layout.export / "privacy.json"
     if not marker.exists():
-        recipe = layout.recipe
-        saved = final_checkpoint(layout, recipe.phases[-1].name)
-        facts = saved.facts
-        encoder = export_encoder(
-            _model(layout, saved),
-            layout.export,
-            tag=recipe.name,
-            guarantee=facts.guarantee,
-            card_markdown="",
-        )
-        statements = _statements(layout, facts, encoder.weights_digest)
-        text = "\n".join(statement_text(statement) for statement in statements)
-        (layout.export / "PRIVACY.md").write_text(text or _PUBLIC_ONLY)
-        card = _card(layout, statements)
-        (layout.export / "README.md").write_text(card)
+        saved = final_checkpoint(layout, layout.recipe.phases[-1].name)
+        model = _model(layout, saved)
+
+        def export(card_markdown: str) -> str:
+            encoder = export_encoder(
+                model,
+                layout.export,
+                tag=layout.recipe.name,
+                guarantee=saved.facts.guarantee,
+                card_markdown=card_markdown,
+            )
+            return encoder.weights_digest
+
+        # The statement needs the weights' digest, the card the statement: the card comes second.
+        statements = _statements(layout, saved.facts, export(""))
+        export(model_card(_report_inputs(layout, saved, statements)))
+        (layout.export / "PRIVACY.md").write_text(_statement_text(statements))
         marker.write_text(json.dumps({"statements": statements}, indent=1))
-    console.print(f"encoder: timm.create_model('local-dir:{layout.export}', pretrained=True)")
+    console.print(f"Encoder:  timm.create_model('local-dir:{layout.export}', pretrained=True)")
+    for statement in json.loads(marker.read_text())["statements"]:
+        console.print(_claim(statement), style="bold")
 
 
 _PUBLIC_ONLY = "# Privacy statement\n\nTrained on public data only; no private record was read.\n"
+
+
+def _statement_text(statements: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(statement_text(each) for each in statements) or _PUBLIC_ONLY
+
+
+def _claim(statement: Mapping[str, Any]) -> str:
+    """The promise in one line."""
+    if not statement["is_private"]:
+        return "Privacy:  NOT PRIVATE (seeded run)"
+    epsilon = statement["epsilon"]
+    own, run = epsilon["this_model"]["value"], epsilon["this_run"]["value"]
+    domain = epsilon["domain"]
+    total = domain if isinstance(domain, str) else domain["value"]
+    return (
+        f"Privacy:  epsilon {own} at delta {statement['delta']:.3g} for this model "
+        f"({run} for all this run was charged, {total} for the domain "
+        f"{statement['domain']!r} over all its runs)"
+    )
 
 
 def _statements(
@@ -137,3 +185,94 @@ def _statements(
             )
         )
     return statements
+
+
+def _model_facts(layout: RunLayout) -> ModelFacts:
+    config = layout.recipe.model
+    count = parameter_count(model_size(config.size), config.image_size, config.patch_size)
+    return ModelFacts(
+        size=config.size,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        mask_ratio=config.mask_ratio,
+        norm_pix_loss=config.norm_pix_loss,
+        num_parameters=count.trainable,
+        num_encoder_parameters=count.encoder,
+    )
+
+
+def _privacy_facts(
+    layout: RunLayout, statements: Sequence[Mapping[str, Any]]
+) -> list[PrivacyFacts]:
+    targets = [p.privacy.target_epsilon for p in layout.recipe.phases if p.privacy is not None]
+    target = targets[-1] if targets else None
+    return [PrivacyFacts.from_statement(each, target_epsilon=target) for each in statements]
+
+
+def report_stage(layout: RunLayout, console: Console) -> None:
+    """Write the HTML report."""
+    if not layout.report.exists():
+        saved = final_checkpoint(layout, layout.recipe.phases[-1].name)
+        statements = json.loads((layout.export / "privacy.json").read_text())["statements"]
+        pictures = _pictures(layout, _model(layout, saved))
+        inputs = replace(_report_inputs(layout, saved, statements), pictures=pictures)
+        render_report(inputs, layout.report)
+    console.print(f"Report:   {layout.report}")
+
+
+def _report_inputs(
+    layout: RunLayout, saved: Checkpoint, statements: Sequence[Mapping[str, Any]]
+) -> ReportInputs:
+    """What report and model card tell, without pictures."""
+    recipe = layout.recipe
+    return ReportInputs(
+        run=recipe.name,
+        guarantee=saved.facts.guarantee,
+        model=_model_facts(layout),
+        privacy=_privacy_facts(layout, statements),
+        phases=[_phase_facts(layout, phase) for phase in recipe.phases],
+        evaluation=read_evaluation(layout),
+        pictures=None,
+        statement_markdown=_statement_text(statements),
+        recipe_yaml=recipe.to_yaml(),
+        export=str(layout.export),
+    )
+
+
+def _phase_facts(layout: RunLayout, phase: Phase) -> PhaseFacts:
+    facts = final_checkpoint(layout, phase.name).facts
+    num_records = layout.num_records()[phase.data]
+    return PhaseFacts(
+        name=phase.name,
+        kind=phase.kind,
+        images=f"{phase.data} ({num_records:,} images)",
+        held_out=phase.held_out,
+        num_steps=facts.step,
+        batch_size=logical_batch_size(phase, num_records),
+        points=[MetricPoint(**line) for line in facts.history],
+        ended="complete" if facts.finished == "complete" else "early: its reserve was used up",
+    )
+
+
+_NUM_PICTURES = 8
+
+
+def _pictures(layout: RunLayout, model: MaskedAutoencoder) -> Pictures | None:
+    """Reconstructions of public images: of the evaluation's, else of a held-out set."""
+    evaluation = layout.recipe.evaluation
+    held_out = [phase.held_out for phase in layout.recipe.phases if phase.held_out]
+    named = [*held_out, *([evaluation.test] if evaluation is not None else [])]
+    if not named:
+        return None
+    reference = named[-1]
+    store = ShardStore(str(layout.data_root(reference)))
+    if store.manifest.visibility != "public":
+        raise ValueError(f"{reference} is not public: its pictures cannot be shown")
+    ids = np.linspace(0, store.num_records - 1, _NUM_PICTURES).astype(np.int64)
+    images, is_decoded = read_views(PixelReader(store, 0), ids, image_size=model.image_size)
+    key = hashlib.sha256(b"masks of the report's pictures").digest()
+    uniforms = record_uniforms(key, 0, ids, "mask", num_values=model.num_patches)
+    original, masked, reconstructed = reconstruction_pictures(
+        model, torch.from_numpy(images[is_decoded]), torch.from_numpy(uniforms[is_decoded])
+    )
+    return Pictures(source=reference, original=original, masked=masked, reconstructed=reconstructed)

@@ -1,0 +1,54 @@
+"""What of a run is finished, told from the markers in storage."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.chain.layout import RunLayout
+from pipeline.privacy.ledger import Ledger
+from pipeline.training.checkpoint import latest_checkpoint, read_facts
+
+
+def print_status(console: Console, layout: RunLayout) -> None:
+    """One line a stage, and what each private phase has paid."""
+    table = Table(title=f"run {layout.recipe.name} in {layout.storage}", title_justify="left")
+    table.add_column("stage")
+    table.add_column("state")
+    for stage, state in status_lines(layout):
+        table.add_row(stage, state)
+    console.print(table)
+
+
+def status_lines(layout: RunLayout) -> list[tuple[str, str]]:
+    """(stage, state) in order."""
+    found = layout.manifests()
+    lines = []
+    for name in layout.recipe.data:
+        for reference in layout.references(name):
+            manifest = found.get(reference)
+            state = f"done, {manifest.num_records:,} images" if manifest else "to do"
+            lines.append((f"data {reference}", state))
+    lines += [(f"phase {p.name}", _phase_state(layout, p.name)) for p in layout.recipe.phases]
+    results = {"evaluation": layout.evaluation, "export": layout.export / "privacy.json"}
+    results["report"] = layout.report
+    for name, marker in results.items():
+        if name != "evaluation" or layout.recipe.evaluation is not None:
+            lines.append((name, f"done: {marker}" if marker.exists() else "to do"))
+    return lines
+
+
+def _phase_state(layout: RunLayout, name: str) -> str:
+    phase = layout.recipe.phase(name)
+    latest = latest_checkpoint(layout.phase(name))
+    if latest is None:
+        return "to do"
+    facts = read_facts(latest)
+    state = f"step {facts.step:,} of {phase.steps:,}"
+    if facts.finished is not None:
+        state = f"done ({facts.finished}), {state}"
+    if phase.kind == "private" and facts.lineage:
+        ledger = Ledger(layout.ledger_home, facts.lineage[-1]["domain"])
+        charged = sum(steps for _, steps in ledger.spent_by(layout.recipe.name, name))
+        state += f"; {charged:,} steps charged"
+    return state
