@@ -13,20 +13,21 @@ al., arXiv 2210.00038, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.dpsgd.clipping import Clipping
-from pipeline.dpsgd.layer_rules import RULE_BOOK
+from pipeline.dpsgd.clipping import MARGIN, Clipping
+from pipeline.dpsgd.layer_rules import RULE_BOOK, lift
 from pipeline.dpsgd.layout import ParameterLayout, Trainable, trainable_parameters
 from pipeline.dpsgd.per_image import (
     ImageWeights,
     NormCosts,
     PerImageGradients,
+    Squares,
     accumulation_dtype,
     exact_products,
 )
@@ -137,12 +138,30 @@ class ClippedGradientSum:
         tape = Tape(layout=self.layout, parameters=self._parameters, costs=self._costs)
         anchor = torch.zeros((), device=self.flat_sum.device, requires_grad=True)
         trace = ParameterTrace(tape, RULE_BOOK, untrained.values(), anchor)
+        try:
+            return self._accumulate(loss_per_image, weights, trace, untrained)
+        finally:
+            # Activations point to autograd nodes, nodes to the tape and the tape to activations:
+            # a cycle through C++ that the garbage collector cannot see.
+            trace.let_go()
+            tape.let_go()
+
+    def _accumulate(
+        self,
+        loss_per_image: Callable[[], Tensor],
+        weights: Tensor | None,
+        trace: ParameterTrace,
+        untrained: dict[str, Tensor],
+    ) -> PerImage:
+        tape = trace.tape
         versions = {name: (id(each), each._version) for name, each in untrained.items()}
         device = self.flat_sum.device.type
         with _unruled_gradients_raise(tape), torch.enable_grad():
             with trace:
                 losses_M = loss_per_image()
             self._check_losses(losses_M)
+            if trace.is_trained(losses_M):  # computed from parameters and constants alone
+                losses_M = lift(trace, "loss", losses_M, 1, len(losses_M))
             weights_M = self._checked_weights(losses_M, weights)
             self._check_unchanged(versions)
             tape.expect_images(len(losses_M))
@@ -237,28 +256,43 @@ class ClippedGradientSum:
 
     def _add(
         self,
-        found: dict[int, tuple[PerImageGradients, Tensor]],
+        found: dict[int, tuple[PerImageGradients, Squares]],
         losses_M: Tensor,
         weights_M: Tensor,
         is_wanted_M: Tensor,
     ) -> PerImage:
         """From norms to factors to the weighted sum."""
-        dtype = self.flat_sum.dtype
-        norms_M = torch.zeros_like(weights_M)
-        if found:
-            squares_LM = torch.stack([squares_M for _, squares_M in found.values()]).double()
-            norms_M = squares_LM.clamp_min(0).sum(dim=0).sqrt().to(dtype)
+        norms_M = _whole_norms([squares for _, squares in found.values()], weights_M)
         is_kept_M = is_wanted_M & torch.isfinite(norms_M)
         factors_M = torch.where(
             is_kept_M, self.clipping.factors(norms_M) * weights_M, torch.zeros_like(norms_M)
         )
         image_weights = ImageWeights.of(factors_M, is_kept_M)
         if not image_weights.keeps_none:
-            for place, (gradients, _) in found.items():
+            for place in list(found):
+                gradients, _ = found.pop(place)  # and let it go
                 start = self.layout.offsets[place]
                 stop = start + self._parameters[place].numel()
                 gradients.add_weighted_sum(image_weights, self.flat_sum[start:stop])
         return PerImage(losses_M=losses_M, norms_M=norms_M, factors_M=factors_M)
+
+
+def _whole_norms(squares: Sequence[Squares], like_M: Tensor) -> Tensor:
+    """The norm of every image's gradient over all parameters, never too small, [M].
+
+    Where cancellation may have hidden more than the clippers' margin, what it may have hidden is
+    added: such an image is clipped a little too much.
+    """
+    if not squares:
+        return torch.zeros_like(like_M)
+    uncertain = [each.uncertainty_M for each in squares if each.uncertainty_M is not None]
+    total_M = torch.stack([each.values_M for each in squares]).double().sum(dim=0).clamp_min(0)
+    uncertainty_M = torch.zeros_like(total_M)
+    if uncertain:
+        uncertainty_M = torch.stack(uncertain).double().sum(dim=0)
+    is_uncertain_M = uncertainty_M > total_M * (1.0 - MARGIN)
+    total_M = torch.where(is_uncertain_M, total_M + uncertainty_M, total_M)
+    return total_M.sqrt().to(like_M.dtype)
 
 
 def _run_backward(losses_M: Tensor, gradient_M: Tensor, *, keeps_graph: bool) -> None:

@@ -212,7 +212,7 @@ def attention(
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W' + b, without the gradient of W and b."""
+    """y = x W' + b on rows of positions, without the gradient of W and b."""
 
     @staticmethod
     def forward(
@@ -220,7 +220,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.site = weight, site
-        return F.linear(inputs, weight, bias)
+        if bias is None:
+            return torch.mm(inputs, weight.t())
+        return torch.addmm(bias, inputs, weight.t())
 
     @staticmethod
     @once_differentiable
@@ -295,7 +297,10 @@ def _linear(
     weight = _for_product(weight.detach())
     weight = weight.t() if is_transposed else weight
     bias = None if bias is None else _for_product(bias.detach())
-    return _Linear.apply(_for_product(input), trace.anchor, weight, bias, site)
+    # Reshaped outside: a function's output must not be a view, or nobody could change it in place.
+    rows = _for_product(input).reshape(-1, input.shape[-1])
+    outputs = _Linear.apply(rows, trace.anchor, weight, bias, site)
+    return outputs.view(*input.shape[:-1], outputs.shape[-1])
 
 
 # -- convolution -----------------------------------------------------------------------------------
@@ -674,7 +679,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, anchor: Tensor, table: Tensor, site: Site) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.site = site
-        return F.embedding(ids, table)
+        return table.index_select(0, ids)
 
     @staticmethod
     @once_differentiable
@@ -718,7 +723,8 @@ def embedding(
         )
 
     site = trace.tape.open_site(func.__name__, [target], input.shape[0], contribute)
-    return _Embedding.apply(input, trace.anchor, weight.detach(), site)
+    outputs = _Embedding.apply(input.flatten(), trace.anchor, weight.detach(), site)
+    return outputs.view(*input.shape, -1)
 
 
 # -- which torch function goes where ---------------------------------------------------------------

@@ -15,13 +15,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 NORM_BLOCK = 1024
 """Squares are summed in blocks of so many: one long fp32 sum comes out too small (1 % at 1e8)."""
+
+GRAM_ERROR = 16
+"""Rounding of a Gram matrix, in units of the last place of the lengths that meet in an entry."""
+
+
+class Squares(NamedTuple):
+    """Squared norms, [M], and by how much cancellation may have made them too small."""
+
+    values_M: Tensor
+    uncertainty_M: Tensor | None = None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -117,9 +127,13 @@ class ImageWeights:
     def select(self, values: Tensor) -> Tensor:
         """The kept images of [M, ...]: gathered on the CPU, zeros for the others elsewhere."""
         if values.device.type != "cpu":
-            is_kept = self.is_kept_M.view(-1, *[1] * (values.dim() - 1))
-            return torch.where(is_kept, values, torch.zeros_like(values))
+            return self.zeroed(values)
         return values if self.kept_images is None else values.index_select(0, self.kept_images)
+
+    def zeroed(self, values: Tensor) -> Tensor:
+        """All images of [M, ...], the left-out ones replaced by zeros."""
+        is_kept = self.is_kept_M.view(-1, *[1] * (values.dim() - 1))
+        return torch.where(is_kept, values, torch.zeros_like(values))
 
     def scaled(self, values: Tensor) -> Tensor:
         """As `select`, each image times its factor, in the dtype of the factors."""
@@ -161,8 +175,8 @@ class PerImageGradients(ABC):
     """The gradient of each of M images with respect to one parameter of P coordinates."""
 
     @abstractmethod
-    def squared_norms(self) -> Tensor:
-        """The squared norm of every image's gradient, [M]."""
+    def squared_norms(self) -> Squares:
+        """The squared norm of every image's gradient."""
 
     @abstractmethod
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
@@ -183,9 +197,9 @@ class FormedGradients(PerImageGradients):
 
     values: Tensor
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self) -> Squares:
         """By staged sums."""
-        return staged_squares(self.values)
+        return Squares(staged_squares(self.values))
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """One matrix-vector product."""
@@ -196,6 +210,17 @@ class FormedGradients(PerImageGradients):
     def formed(self, start: int, stop: int) -> Tensor:
         """A slice."""
         return self.values[start:stop].reshape(stop - start, -1)
+
+
+def _sum_of(products_MTT: Tensor) -> Squares:
+    """The sum of products of positions, and what may have been lost where they cancel.
+
+    An entry is rounded by a few units of the product of two lengths, which stand on the diagonal.
+    """
+    lengths_MT = products_MTT.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    unit = torch.finfo(products_MTT.dtype).eps / 2
+    uncertainty_M = lengths_MT.sum(dim=1).square() * (GRAM_ERROR * unit)
+    return Squares(products_MTT.flatten(1).sum(dim=1), uncertainty_M)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -218,16 +243,16 @@ class OuterProducts(PerImageGradients):
             return FormedGradients(values=self._formed(0, num_images))
         return self
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self) -> Squares:
         """sum over positions t, u of (a_t . a_u)(g_t . g_u)."""
         dtype = accumulation_dtype(self.inputs_MTI.dtype)
         inputs = self.inputs_MTI.to(dtype)
         gradients = self.output_gradients_MTO.to(dtype)
         if inputs.shape[1] == 1:
-            return staged_squares(inputs) * staged_squares(gradients)
-        input_grams_MTT = torch.bmm(inputs, inputs.transpose(1, 2))
-        gradient_grams_MTT = torch.bmm(gradients, gradients.transpose(1, 2))
-        return (input_grams_MTT * gradient_grams_MTT).flatten(1).sum(dim=1)
+            return Squares(staged_squares(inputs) * staged_squares(gradients))
+        products_MTT = torch.bmm(inputs, inputs.transpose(1, 2))
+        products_MTT.mul_(torch.bmm(gradients, gradients.transpose(1, 2)))
+        return _sum_of(products_MTT)
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """One matrix product; the factor goes to the narrower side."""
@@ -265,14 +290,13 @@ class EmbeddingRows(PerImageGradients):
     output_gradients_MTO: Tensor
     num_rows: int
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self) -> Squares:
         """sum over positions t, u that read the same row, of g_t . g_u."""
         gradients = self.output_gradients_MTO
         gradients = gradients.to(accumulation_dtype(gradients.dtype))
         grams_MTT = torch.bmm(gradients, gradients.transpose(1, 2))
-        same_row_MTT = self.ids_MT.unsqueeze(1) == self.ids_MT.unsqueeze(2)
-        chosen_MTT = torch.where(same_row_MTT, grams_MTT, torch.zeros_like(grams_MTT))
-        return chosen_MTT.flatten(1).sum(dim=1)
+        is_same_row_MTT = self.ids_MT.unsqueeze(1) == self.ids_MT.unsqueeze(2)
+        return _sum_of(torch.where(is_same_row_MTT, grams_MTT, torch.zeros_like(grams_MTT)))
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """Add every scaled position to the row that it read."""
@@ -301,15 +325,14 @@ class OwnRows(PerImageGradients):
 
     values_MR: Tensor
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self) -> Squares:
         """By staged sums."""
-        return staged_squares(self.values_MR)
+        return Squares(staged_squares(self.values_MR))
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """Every image adds to its own rows."""
-        scaled_MR = self.values_MR.to(total_P.dtype) * weights.factors_M.unsqueeze(1)
-        is_kept_M1 = weights.is_kept_M.unsqueeze(1)
-        total_P.add_(torch.where(is_kept_M1, scaled_MR, torch.zeros_like(scaled_MR)).flatten())
+        zeroed_MR = weights.zeroed(self.values_MR).to(total_P.dtype)
+        total_P.add_((zeroed_MR * weights.factors_M.unsqueeze(1)).flatten())
 
     def formed(self, start: int, stop: int) -> Tensor:
         """Zeros around each image's own block."""

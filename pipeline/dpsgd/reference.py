@@ -29,7 +29,8 @@ class ReferenceSum:
 
 def reference_clipped_sum(
     model: Trainable,
-    loss_per_image: Callable[[], Tensor],
+    loss_of_image: Callable[[int], Tensor],
+    num_images: int,
     clipping: Clipping,
     weights: Tensor | None = None,
 ) -> ReferenceSum:
@@ -37,7 +38,8 @@ def reference_clipped_sum(
 
     Args:
         model: a module or (name, parameter) pairs, best in float64.
-        loss_per_image: computes the loss of every image, [M].
+        loss_of_image: computes the loss of image i alone, a scalar: one forward for each image.
+        num_images: M.
         clipping: from norms to factors.
         weights: w_i, [M]; 1 where not given.
 
@@ -47,18 +49,17 @@ def reference_clipped_sum(
     """
     layout = ParameterLayout.of(model)
     parameters = tuple(trainable_parameters(model).values())
-    losses_M = loss_per_image()
-    num_images = losses_M.shape[0]
+    device = parameters[0].device
     gradients_MP = torch.zeros(
-        num_images, layout.num_coordinates, dtype=torch.float64, device=losses_M.device
+        num_images, layout.num_coordinates, dtype=torch.float64, device=device
     )
+    losses_M = torch.zeros(num_images, dtype=torch.float64, device=device)
     for image in range(num_images):
-        gradients = torch.autograd.grad(
-            losses_M[image], parameters, retain_graph=True, allow_unused=True
-        )
-        for gradient, view in zip(
-            gradients, layout.views(gradients_MP[image]).values(), strict=True
-        ):
+        loss = loss_of_image(image)
+        losses_M[image] = loss.detach()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        views = layout.views(gradients_MP[image]).values()
+        for gradient, view in zip(gradients, views, strict=True):
             if gradient is not None:
                 view.copy_(gradient)
     norms_M = gradients_MP.square().sum(dim=1).sqrt()
@@ -75,7 +76,7 @@ def reference_clipped_sum(
     return ReferenceSum(
         flat_sum_P=flat_sum_P,
         gradients_MP=gradients_MP,
-        losses_M=losses_M.detach(),
+        losses_M=losses_M,
         norms_M=norms_M,
         factors_M=factors_M,
     )

@@ -16,6 +16,7 @@ from pipeline.dpsgd.per_image import (
     FormedGradients,
     NormCosts,
     PerImageGradients,
+    Squares,
     added,
     exact_products,
     formed_sum,
@@ -113,7 +114,7 @@ class Tape:
     sites: list[Site] = field(default_factory=list)
     _num_uses: Counter[Target] = field(default_factory=Counter)
     _pending: dict[Target, list[PerImageGradients]] = field(default_factory=dict)
-    _settled: dict[int, tuple[PerImageGradients, Tensor]] = field(default_factory=dict)
+    _settled: dict[int, tuple[PerImageGradients, Squares]] = field(default_factory=dict)
     _is_sink_M: Tensor | None = None
     _leaks: list[tuple[Site, Tensor]] = field(default_factory=list)
 
@@ -229,14 +230,19 @@ class Tape:
 
     # -- after the backward ------------------------------------------------------------------------
 
-    def finish(self) -> dict[int, tuple[PerImageGradients, Tensor]]:
-        """Every used parameter's per-image gradients and their squared norms [M], by place."""
+    def finish(self) -> dict[int, tuple[PerImageGradients, Squares]]:
+        """Every used parameter's per-image gradients and their squared norms, by place."""
         self.stage = Stage.FINISHED
         for computed in [each for each in self._pending if isinstance(each, ComputedTensor)]:
             self._pull_back(computed, self._pending.pop(computed))
         for place in [each for each in self._pending if isinstance(each, int)]:
             self._settle(place, added(self._pending.pop(place), self.num_images, self.costs))
         return self._settled
+
+    def let_go(self) -> None:
+        """Forget everything, so that nothing keeps the step's activations alive."""
+        for held in (self.sites, self._num_uses, self._pending, self._settled, self._leaks):
+            held.clear()
 
     def _pull_back(self, computed: ComputedTensor, parts: list[PerImageGradients]) -> None:
         """From a computed tensor to the parameters behind it, for every image."""

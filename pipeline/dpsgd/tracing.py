@@ -128,6 +128,11 @@ class ParameterTrace(TorchFunctionMode):
         names = self.tape.names(self.target(value) for value in trained)
         return UnsupportedOperationError(f"{operation} with trainable parameter {names}: {why}")
 
+    def let_go(self) -> None:
+        """Forget every tensor that was seen."""
+        self._computed.clear()
+        self._constants.clear()
+
     # -- every torch call --------------------------------------------------------------------------
 
     def __torch_function__(

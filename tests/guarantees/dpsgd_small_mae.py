@@ -1,10 +1,9 @@
-"""A small masked autoencoder on timm blocks, and a noise source, for the tests of the DP engine."""
+"""A small masked autoencoder on timm blocks, for the tests of the DP engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -82,25 +81,3 @@ def losses_of(model: SmallMae, inputs: tuple[Tensor, Tensor, Tensor]) -> Callabl
 def loss_of(model: SmallMae, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[int], Tensor]:
     """What the reference calls: one image alone."""
     return lambda image: model(*(each[image : image + 1] for each in inputs))[0]
-
-
-class SeededNoise:
-    """A NoiseSource for tests: numpy, one stream per (seed, step, chunk of 64 coordinates)."""
-
-    chunk = 64
-
-    def __init__(self, seed: int = 0, scale: float = 1.0) -> None:
-        self.seed = seed
-        self.scale = scale
-        self.drawn: list[tuple[int, int, int]] = []
-
-    def gaussian(self, step: int, start: int, stop: int) -> np.ndarray:
-        """By absolute coordinate, and written down."""
-        self.drawn.append((step, start, stop))
-        first, last = start // self.chunk, -(-stop // self.chunk)
-        chunks = [
-            np.random.default_rng([self.seed, step, chunk]).standard_normal(self.chunk)
-            for chunk in range(first, last)
-        ]
-        numbers = np.concatenate([np.zeros(0), *chunks])
-        return self.scale * numbers[start - first * self.chunk : stop - first * self.chunk]

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from dpsgd_small_mae import SeededNoise, batch, loss_of, losses_of, small_mae
+from dpsgd_seeded_noise import SeededNoise
+from dpsgd_small_mae import batch, loss_of, losses_of, small_mae
 from torch import Tensor, nn
 
 from pipeline.dpsgd import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from dpsgd_small_mae import SeededNoise, batch, losses_of, small_mae
+from dpsgd_seeded_noise import SeededNoise
+from dpsgd_small_mae import batch, losses_of, small_mae
 
 from pipeline.dpsgd import ClippedGradientSum, FlatClipping, release_gradient
 

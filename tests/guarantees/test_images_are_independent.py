@@ -1,0 +1,110 @@
+"""Pitfall 19: what one image adds does not depend on the other images of its microbatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dpsgd_small_mae import batch, losses_of, small_mae
+from torch import Tensor, nn
+
+from pipeline.dpsgd import (
+    ClippedGradientSum,
+    FlatClipping,
+    UnsupportedOperationError,
+    reference_clipped_sum,
+)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "direct"])
+def test_changing_one_image_leaves_the_others_bit_identical(mode: str) -> None:
+    model = small_mae(torch.float32)
+    engine = ClippedGradientSum(model, FlatClipping(0.1), mode=mode)
+    weights = torch.tensor([1.0, 1.0, 0.0, 1.0])  # what all but image 2 add
+    sums = []
+    for change in (0.0, 1.0, 1e4, float("nan")):
+        images, order, counts = batch(4, torch.float32)
+        images[2] += change
+        engine.zero_()
+        engine.accumulate(losses_of(model, (images, order, counts)), weights)
+        sums.append(engine.flat_sum.clone())
+    for changed in sums[1:]:
+        assert torch.equal(changed, sums[0])
+
+
+@pytest.mark.parametrize("num_views", [1, 2, 4])
+def test_views_of_one_image_are_averaged_before_the_clip(num_views: int) -> None:
+    """K augmented views are one image: one clipped gradient, of the mean of their losses."""
+    model = small_mae()
+    inputs = batch(3 * num_views)
+    clipping = FlatClipping(0.05)
+
+    def loss_per_image() -> Tensor:
+        return model(*inputs).view(3, num_views).mean(1)
+
+    def loss_of_image(image: int) -> Tensor:
+        rows = slice(image * num_views, (image + 1) * num_views)
+        return model(*(each[rows] for each in inputs)).mean()
+
+    engine = ClippedGradientSum(model, clipping)
+    per_image = engine.accumulate(loss_per_image)
+    expected = reference_clipped_sum(model, loss_of_image, 3, clipping)
+    torch.testing.assert_close(per_image.norms_M, expected.norms_M, rtol=1e-10, atol=0)
+    torch.testing.assert_close(engine.flat_sum, expected.flat_sum_P, rtol=1e-10, atol=1e-13)
+
+
+class Coupled(nn.Module):
+    """Models whose images see each other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.attention = nn.Linear(6, 18)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs = self.linear(tokens)
+        if self.kind == "batch norm":
+            return self.norm(outputs.transpose(1, 2)).square().mean((1, 2))
+        if self.kind == "contrastive":
+            means = F.normalize(outputs.mean(1), dim=1)
+            return F.cross_entropy(means @ means.T, torch.arange(len(means)), reduction="none")
+        if self.kind == "centred":
+            return (outputs - outputs.mean(0)).square().mean((1, 2))
+        if self.kind == "images second":
+            return self.linear(tokens.transpose(0, 1)).square().mean((0, 2))
+        query, key, value = self.attention(tokens.transpose(0, 1)).chunk(3, dim=2)
+        mixed = F.scaled_dot_product_attention(query, key, value)  # over images, not tokens
+        return mixed.transpose(0, 1).square().mean((1, 2))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 8])
+@pytest.mark.parametrize(
+    "kind", ["batch norm", "contrastive", "centred", "images second", "attention over images"]
+)
+def test_coupled_images_are_refused(kind: str, num_tokens: int) -> None:
+    model = Coupled(kind)
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    tokens = torch.randn(4, num_tokens, 6)
+    with pytest.raises(UnsupportedOperationError, match="imag"):
+        engine.accumulate(lambda: model(tokens))
+    assert engine.flat_sum.count_nonzero() == 0
+
+
+def test_the_same_layers_uncoupled_are_accepted() -> None:
+    """The refusal comes from the coupling and not from the layers."""
+    model = Coupled("batch norm").eval()
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    tokens = torch.randn(4, 8, 6)
+    engine.accumulate(lambda: model(tokens))
+    assert engine.flat_sum.count_nonzero() > 0
+
+
+def test_the_check_is_made_again_for_another_shape() -> None:
+    """With one image nothing can be coupled; with two it can."""
+    model = Coupled("contrastive")
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    engine.accumulate(lambda: model(torch.ones(1, 4, 6)))
+    with pytest.raises(UnsupportedOperationError, match="couples"):
+        engine.accumulate(lambda: model(torch.randn(2, 4, 6)))
