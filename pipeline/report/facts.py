@@ -21,7 +21,7 @@ class MetricPoint:
         step: Logical steps done.
         learning_rate: Of the last step.
         epsilon: Charged to the run so far; None in a public phase.
-        images_per_second: Expected batch size x steps / seconds of the window.
+        images_per_second: Expected batch size x steps / seconds of the window; kept to two digits.
         held_out_loss: On images marked public; None where the recipe names none.
         train_loss: Of the window; public phases only.
     """
@@ -32,6 +32,9 @@ class MetricPoint:
     images_per_second: float
     held_out_loss: float | None
     train_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "images_per_second", float(f"{self.images_per_second:.2g}"))
 
 
 @dataclass(frozen=True, kw_only=True)

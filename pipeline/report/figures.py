@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from pipeline.report.facts import BASELINES, MetricPoint, PhaseFacts, PrivacyFacts
+from pipeline.report.facts import BASELINES, PhaseFacts, PrivacyFacts
 
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
 BLUE, ORANGE, TEAL, VIOLET = "#1d4ed8", "#c2410c", "#0f766e", "#6d28d9"
@@ -97,29 +97,40 @@ def privacy_chart(phases: Sequence[PhaseFacts], privacy: Sequence[PrivacyFacts])
         return save()
 
 
-def phase_chart(phase: PhaseFacts, norm_pix_loss: bool) -> str:
-    """Losses, learning rate and throughput of one phase against its steps."""
-    with _figure(10.4, 2.9) as (figure, save):
-        loss, rate, speed = figure.subplots(1, 3)
-        loss.set_title(f"public loss (norm_pix_loss {'on' if norm_pix_loss else 'off'})")
-        _line(loss, phase.points, "held_out_loss", BLUE, "held out")
-        _line(loss, phase.points, "train_loss", ORANGE, "training")
-        if loss.lines:
-            loss.legend(loc="upper right")
+def loss_chart(phase: PhaseFacts, norm_pix_loss: bool) -> str:
+    """Public losses of one phase against its steps."""
+    with _figure(3.5, 2.75) as (figure, save):
+        axes = figure.subplots()
+        axes.set_title(f"public loss (norm_pix_loss {'on' if norm_pix_loss else 'off'})")
+        _line(axes, phase, "held_out_loss", BLUE, label="held out")
+        _line(axes, phase, "train_loss", ORANGE, label="training")
+        if axes.lines:
+            axes.legend(loc="upper right")
         else:
-            _say(loss, "no public held-out set\nwas named")
-        peak = max((point.learning_rate for point in phase.points), default=0.0)
-        power = math.floor(math.log10(peak)) if peak > 0 else 0
-        rate.set_title(f"learning rate, $10^{{{power}}}$")
-        _line(rate, phase.points, "learning_rate", TEAL, "", scale=10.0**-power)
-        speed.set_title("images per second")
-        _line(speed, phase.points, "images_per_second", INK, "")
-        for axes in (rate, speed):
-            axes.set_ylim(0, 1.12 * axes.dataLim.y1 if axes.lines else 1)
-        for axes in (loss, rate, speed):
-            axes.set_xlabel("step")
-            axes.set_xlim(0, 1.02 * max(phase.num_steps, 1))
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            axes.text(0.5, 0.5, "no public loss", transform=axes.transAxes, ha="center")
+            axes.set_yticks([])
+        return save()
+
+
+def rate_chart(phase: PhaseFacts) -> str:
+    """Learning rate of one phase against its steps."""
+    peak = max((point.learning_rate for point in phase.points), default=0.0)
+    power = math.floor(math.log10(peak)) if peak > 0 else 0
+    with _figure(3.5, 2.75) as (figure, save):
+        axes = figure.subplots()
+        axes.set_title(f"learning rate, in $\\mathbf{{10^{{{power}}}}}$")
+        _line(axes, phase, "learning_rate", TEAL, scale=10.0**-power)
+        _from_zero(axes)
+        return save()
+
+
+def speed_chart(phase: PhaseFacts) -> str:
+    """Throughput of one phase against its steps."""
+    with _figure(3.5, 2.75) as (figure, save):
+        axes = figure.subplots()
+        axes.set_title("images per second")
+        _line(axes, phase, "images_per_second", INK)
+        _from_zero(axes)
         return save()
 
 
@@ -191,21 +202,23 @@ def _figure(width: float, height: float) -> Iterator[tuple[Figure, Callable[[], 
 
 
 def _line(
-    axes: Axes,
-    points: Sequence[MetricPoint],
-    field: str,
-    colour: str,
-    label: str,
-    *,
-    scale: float = 1.0,
+    axes: Axes, phase: PhaseFacts, field: str, colour: str, *, label: str = "", scale: float = 1.0
 ) -> None:
     """One metric against the step, where it is known; dots where points are few."""
-    known = [(p.step, getattr(p, field)) for p in points if getattr(p, field) is not None]
+    known = [point for point in phase.points if getattr(point, field) is not None]
     if known:
+        steps = [point.step for point in known]
+        values = [scale * getattr(point, field) for point in known]
         marker = "o" if len(known) <= 40 else ""
-        steps, values = zip(*known, strict=True)
-        values = [scale * value for value in values]
         axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=3.2)
+    axes.set_xlabel("step")
+    axes.set_xlim(0, 1.02 * max(phase.num_steps, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def _from_zero(axes: Axes) -> None:
+    """Start the vertical axis at zero and leave room above the highest value."""
+    axes.set_ylim(0, 1.12 * axes.dataLim.y1 if axes.lines else 1)
 
 
 def _interval(
@@ -230,11 +243,6 @@ def _interval(
         fontsize=8,
         color=colour,
     )
-
-
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
-    axes.set_yticks([])
 
 
 def _data_uri(kind: str, content: bytes) -> str:

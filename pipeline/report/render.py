@@ -20,7 +20,14 @@ from pipeline.report.facts import (
     best_probe,
     trained_probes,
 )
-from pipeline.report.figures import phase_chart, picture_strip, privacy_chart, probe_chart
+from pipeline.report.figures import (
+    loss_chart,
+    picture_strip,
+    privacy_chart,
+    probe_chart,
+    rate_chart,
+    speed_chart,
+)
 from pipeline.storage import Location
 
 MAX_PICTURES = 12
@@ -63,16 +70,13 @@ def render_html(inputs: ReportInputs) -> str:
         "duration": _duration,
     }
     evaluation = inputs.evaluation
-    has_private = any(phase.kind == "private" for phase in inputs.phases)
+    is_spent = inputs.is_private and any(phase.kind == "private" for phase in inputs.phases)
     return environment.get_template("report.html").render(
         inputs=inputs,
         warning=_warning(inputs),
         headlines=_headlines(inputs),
-        privacy_chart=privacy_chart(inputs.phases, inputs.privacy) if has_private else None,
-        phases=[
-            (phase, phase_chart(phase, inputs.model.norm_pix_loss), _phase_alternative(phase))
-            for phase in inputs.phases
-        ],
+        privacy_chart=privacy_chart(inputs.phases, inputs.privacy) if is_spent else None,
+        phases=[(phase, _charts(phase, inputs.model.norm_pix_loss)) for phase in inputs.phases],
         pictures=_pictures(inputs),
         evaluation=evaluation,
         baselines=BASELINES,
@@ -93,7 +97,7 @@ class _Headline:
 def _headlines(inputs: ReportInputs) -> list[_Headline]:
     """Epsilon, delta, N and the best probe, each with what is needed to read it."""
     shown = [_epsilon_headline(inputs)]
-    if inputs.privacy:
+    if inputs.privacy and inputs.is_private:
         worst = _costliest(inputs.privacy)
         shown.append(
             _Headline(
@@ -177,19 +181,22 @@ def _warning(inputs: ReportInputs) -> str | None:
     return None
 
 
-def _phase_alternative(phase: PhaseFacts) -> str:
-    """The chart of a phase in words."""
-    parts = [f"Charts of phase {phase.name} over {phase.num_steps} steps."]
-    for field, name in (("held_out_loss", "Held-out loss"), ("train_loss", "Training loss")):
+def _charts(phase: PhaseFacts, norm_pix_loss: bool) -> list[tuple[str, str]]:
+    """Charts of a phase, each with what it shows in words."""
+    losses = []
+    for field, name in (("held_out_loss", "held-out"), ("train_loss", "training")):
         known = [getattr(p, field) for p in phase.points if getattr(p, field) is not None]
         if known:
-            parts.append(f"{name} from {known[0]:.4g} to {known[-1]:.4g}.")
-    if phase.points:
-        peak = max(point.learning_rate for point in phase.points)
-        parts.append(f"Highest learning rate {_short(peak)}.")
-    if phase.images_per_second is not None:
-        parts.append(f"Median {_two_digits(phase.images_per_second)} images per second.")
-    return " ".join(parts)
+            losses.append(f"{name} loss from {known[0]:.4g} to {known[-1]:.4g}")
+    peak = max((point.learning_rate for point in phase.points), default=0.0)
+    speed = phase.images_per_second
+    spoken = "unknown" if speed is None else f"median {_two_digits(speed)}"
+    name = f"Phase {phase.name}, {phase.num_steps} steps"
+    return [
+        (loss_chart(phase, norm_pix_loss), f"{name}: {' and '.join(losses) or 'no public loss'}."),
+        (rate_chart(phase), f"{name}: learning rate, at most {_short(peak)}."),
+        (speed_chart(phase), f"{name}: images per second, {spoken}."),
+    ]
 
 
 def _pictures(inputs: ReportInputs) -> list[tuple[str, str]]:
