@@ -43,8 +43,10 @@ NUM_CROP_TRIES = 10
 NUM_CROP_UNIFORMS = 2 * NUM_CROP_TRIES + 3
 SMALL_SIDE = 64
 
-# An image over Pillow's limit is refused below by its size; the warning before that adds nothing.
+# Pillow warns of odd tags and of large pictures. A picture is decoded or refused with a reason;
+# a warning besides would only tell the console that some private file is odd.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 class ImageError(ValueError):
