@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from functools import cache, lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal
-
-from pipeline.privacy.mechanism import NOISE_MULTIPLIER_DECIMALS, Adjacency, Mechanism
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent, NeighboringRelation
 
 AccountantName = Literal["PLD", "RDP"]
+Adjacency = Literal["replace_special", "add_or_remove_one"]
 
+NOISE_MULTIPLIER_DECIMALS = 4
 PLD_INTERVAL = 1e-4
 MAX_TARGET_EPSILON = 1000.0
 MIN_TARGET_EPSILON = 0.001
@@ -26,6 +26,27 @@ _MAX_STEP_LOSS = 2000.0
 _MAX_EVALUATIONS = 60
 _RDP_SLACK_PER_STEP = 1e-14
 _UNIT = 10.0**-NOISE_MULTIPLIER_DECIMALS
+
+
+class Accountable(Protocol):
+    """What the accountant reads of a Mechanism (mechanism.py), which makes the events."""
+
+    @property
+    def sampling_probability(self) -> float: ...
+    @property
+    def noise_multiplier(self) -> float: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def adjacency(self) -> Adjacency: ...
+    @property
+    def privacy_unit(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def max_charged_steps(self) -> int: ...
+    def event(self, num_steps: int | None = None) -> DpEvent: ...
+    def with_noise(self, noise_multiplier: float, *, privacy_unit: str | None = None) -> Self: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +78,7 @@ class Epsilon:
         }
 
 
-def epsilon_of(events: Sequence[tuple[Mechanism, int]], delta: float) -> Epsilon:
+def epsilon_of(events: Sequence[tuple[Accountable, int]], delta: float) -> Epsilon:
     """Returns what the composition of `events` costs at `delta`.
 
     Args:
@@ -96,7 +117,7 @@ def epsilon_of(events: Sequence[tuple[Mechanism, int]], delta: float) -> Epsilon
     )
 
 
-def rdp_epsilon_of(events: Sequence[tuple[Mechanism, int]], delta: float) -> float:
+def rdp_epsilon_of(events: Sequence[tuple[Accountable, int]], delta: float) -> float:
     """Returns the RDP bound alone: looser, and a hundred times quicker than `epsilon_of`."""
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta}; it must be in (0, 1), at most 1 / (2N)")
@@ -105,7 +126,7 @@ def rdp_epsilon_of(events: Sequence[tuple[Mechanism, int]], delta: float) -> flo
 
 
 def calibrate_noise_multiplier(
-    mechanism: Mechanism,
+    mechanism: Accountable,
     *,
     target_epsilon: float,
     accountant: Literal["pld", "rdp", "min"] = "min",
@@ -136,13 +157,11 @@ def calibrate_noise_multiplier(
 
     def guide(units: int) -> float:
         """RDP, quick; for groups that of their records with all the noise a k-th: a guide only."""
-        record = dataclasses.replace(
-            mechanism, noise_multiplier=units * _UNIT / group_size, privacy_unit="record"
-        )
+        record = mechanism.with_noise(units * _UNIT / group_size, privacy_unit="record")
         return rdp_epsilon_of([(record, steps)], mechanism.delta)
 
     def bound(units: int) -> float:
-        candidate = dataclasses.replace(mechanism, noise_multiplier=_from_units(units))
+        candidate = mechanism.with_noise(_from_units(units))
         epsilon = epsilon_of([(candidate, steps)], mechanism.delta)
         return epsilon.value if accountant == "min" else epsilon.pld
 
@@ -247,9 +266,9 @@ def _round_up(epsilon: float) -> float:
     return float(max(Decimal(epsilon).quantize(step, rounding=ROUND_CEILING), step))
 
 
-def _run_lengths(events: Sequence[tuple[Mechanism, int]]) -> list[tuple[Mechanism, int]]:
+def _run_lengths(events: Sequence[tuple[Accountable, int]]) -> list[tuple[Accountable, int]]:
     """Returns one (mechanism, steps) for each distinct (q, noise multiplier), in fixed order."""
-    totals: dict[tuple[float, float], tuple[Mechanism, int]] = {}
+    totals: dict[tuple[float, float], tuple[Accountable, int]] = {}
     promises: set[tuple[Adjacency, str]] = set()
     for mechanism, num_steps in events:
         if num_steps < 0:
@@ -268,12 +287,14 @@ def _run_lengths(events: Sequence[tuple[Mechanism, int]]) -> list[tuple[Mechanis
 
 
 def _events_and_adjacency(
-    runs: list[tuple[Mechanism, int]],
+    runs: list[tuple[Accountable, int]],
 ) -> tuple[tuple[DpEvent, ...], Adjacency]:
     return tuple(mechanism.event(steps) for mechanism, steps in runs), runs[0][0].adjacency
 
 
-def _pld_epsilon_if_worth_it(runs: list[tuple[Mechanism, int]], delta: float, rdp: float) -> float:
+def _pld_epsilon_if_worth_it(
+    runs: list[tuple[Accountable, int]], delta: float, rdp: float
+) -> float:
     """Returns the PLD bound, or inf where its floating-point numbers or its size forbid it."""
     num_steps = sum(steps for _, steps in runs)
     # The FFT that composes T steps errs by up to about T 2^-56 in delta (measured: the sum of

@@ -8,16 +8,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from pipeline.privacy.accountant import Adjacency, calibrate_noise_multiplier
 from pipeline.privacy.sampling import PoissonPlan
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-Adjacency = Literal["replace_special", "add_or_remove_one"]
 ADJACENCIES: tuple[Adjacency, ...] = ("replace_special", "add_or_remove_one")
-NOISE_MULTIPLIER_DECIMALS = 4
 _GROUP_PREFIX = "group_of_"
 _MAX_GROUP = 64
 
@@ -162,6 +161,14 @@ class Mechanism:
             )
         return dp_accounting.SelfComposedDpEvent(step, steps)
 
+    def with_noise(self, noise_multiplier: float, *, privacy_unit: str | None = None) -> Mechanism:
+        """Returns the same mechanism with another noise multiplier (and privacy unit)."""
+        return dataclasses.replace(
+            self,
+            noise_multiplier=noise_multiplier,
+            privacy_unit=privacy_unit or self.privacy_unit,
+        )
+
     def plan(self, sampling_key: bytes, *, num_records: int | None = None) -> PoissonPlan:
         """Returns the sampler of this mechanism under `sampling_key`.
 
@@ -256,10 +263,6 @@ class Mechanism:
             1. `epsilon_of([(m, m.max_charged_steps)]).value <= target_epsilon`, and one unit
                of the fourth decimal less noise would not do (test_calibrated_is_least).
         """
-        from pipeline.privacy.accountant import (  # noqa: PLC0415 - it imports this module
-            calibrate_noise_multiplier,
-        )
-
         if sampling_probability is None:
             if num_records is None:
                 raise ValueError("sampling_probability must be given where num_records is not")
@@ -278,7 +281,7 @@ class Mechanism:
             privacy_unit=privacy_unit,
         )
         noise_multiplier = calibrate_noise_multiplier(draft, target_epsilon=target_epsilon)
-        return dataclasses.replace(draft, noise_multiplier=noise_multiplier)
+        return draft.with_noise(noise_multiplier)
 
 
 def default_delta(num_records: int) -> float:
