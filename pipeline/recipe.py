@@ -60,6 +60,10 @@ class Dataset(_Strict):
     visibility: Literal["public", "private"]
     domain: Name | None = None
     """Privacy domain (private sets): every run over it composes in one ledger."""
+    origin: str = ""
+    """Where the pictures come from, in words, for the statement."""
+    class_names: tuple[str, ...] | None = None
+    """The class list, where the source states none: a public fact."""
     num_records: PositiveInt | None = None
     """N to plan with while the data is not prepared; the manifest's N rules at run time."""
     image_short_side: PositiveInt = 256

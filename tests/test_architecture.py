@@ -30,7 +30,7 @@ ALLOWED = {
     "cli": {"recipe", "plan", "chain", "cluster"},
 }
 RAY_FILES = {
-    "data/prepare.py",
+    "data/prepare/executors.py",
     "data/stream.py",
     "training/workers.py",
     "cluster/local.py",
@@ -82,7 +82,7 @@ def test_imports_follow_the_map(path: Path) -> None:
 def test_only_the_stream_reaches_privacy_from_data() -> None:
     users = [
         path.relative_to(PACKAGE).as_posix()
-        for path in (PACKAGE / "data").glob("*.py")
+        for path in (PACKAGE / "data").rglob("*.py")
         if any(name.startswith("pipeline.privacy") for name in imports_of(path))
     ]
     assert set(users) <= {"data/stream.py"}

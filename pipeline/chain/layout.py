@@ -77,8 +77,7 @@ class RunLayout:
 
     def dataset(self, name: str) -> Location:
         """A prepared data set's folder, named after what it is made from."""
-        config = self.prepare_config(name)
-        text = json.dumps([self.recipe.data[name].model_dump(mode="json"), list(config.exclude)])
+        text = json.dumps([self.recipe.data[name].model_dump(mode="json"), self._excluded(name)])
         return self.storage / "data" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def data_root(self, reference: str) -> Location:
@@ -94,25 +93,41 @@ class RunLayout:
     def prepare_config(self, name: str) -> PrepareConfig:
         """How a data set is prepared; a private one leaves out what the public ones hold."""
         dataset: Dataset = self.recipe.data[name]
-        exclude: list[str] = []
-        if dataset.visibility == "private":
-            for other, candidate in self.recipe.data.items():
-                if candidate.visibility == "public":
-                    roots = [str(self.data_root(reference)) for reference in self.references(other)]
-                    exclude.extend(roots)
         return PrepareConfig(
             name=name,
             source=_absolute_source(dataset.source),
             visibility=dataset.visibility,
             domain=dataset.domain,
             ledger_home=self.ledger_home if dataset.domain else None,
+            origin=dataset.origin,
+            class_names=dataset.class_names,
             image_short_side=dataset.image_short_side,
             deduplicate=dataset.deduplicate,
-            exclude=tuple(exclude),
+            exclude=tuple(self._excluded(name)),
+            other_private=self._private_sets() if dataset.domain else (),
             splits=dataset.splits,
             split_salt=dataset.split_salt,
             records_per_shard=dataset.records_per_shard,
         )
+
+    def _excluded(self, name: str) -> list[str]:
+        """The public sets of the recipe, whose pictures are left out of a private set."""
+        if self.recipe.data[name].visibility == "public":
+            return []
+        public = [n for n, d in self.recipe.data.items() if d.visibility == "public"]
+        return [str(self.data_root(ref)) for other in public for ref in self.references(other)]
+
+    def _private_sets(self) -> tuple[str, ...]:
+        """Every private set prepared in this storage, whichever run made it."""
+        found = [place.uri.removesuffix("/manifest.json") for place in self._manifest_files()]
+        return tuple(r for r in found if DatasetManifest.load(Location(r)).is_private)
+
+    def _manifest_files(self) -> list[Location]:
+        folders = (self.storage / "data").list()
+        inner = [place for folder in folders for place in folder.list()]
+        deeper = [place / "manifest.json" for place in inner if "." not in place.name]
+        named = [place for place in inner if place.name == "manifest.json"]
+        return named + [place for place in deeper if place.exists()]
 
     def manifests(self) -> dict[str, DatasetManifest]:
         """The manifests of the data that is prepared, by reference."""

@@ -66,9 +66,9 @@ def evaluate_stage(layout: RunLayout, console: Console) -> None:
             progress=lambda text: console.print(f"evaluate: {text}", style="dim"),
         )
         layout.evaluation.write_text(json.dumps(results, indent=1))
-    results = read_evaluation(layout)
-    if results is not None:
-        console.print(format_results(results))
+    stored = read_evaluation(layout)
+    if stored is not None:
+        console.print(format_results(stored))
 
 
 def read_evaluation(layout: RunLayout) -> dict[str, Any] | None:

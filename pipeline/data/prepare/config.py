@@ -77,7 +77,8 @@ class PrepareConfig:
 
     def digest(self) -> str:
         """SHA-256 (hex) of everything that decides the output bytes."""
-        text = json.dumps({**asdict(self), "format": 1}, sort_keys=True)
+        deciding = {k: v for k, v in asdict(self).items() if k != "other_private"}
+        text = json.dumps({**deciding, "format": 1}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

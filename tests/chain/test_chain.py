@@ -1,0 +1,209 @@
+"""The chain by its command line: a whole small run, its resume, its refusals, its kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from click.testing import CliRunner
+from phase_fixtures import write_images
+
+from pipeline.cli import main
+from pipeline.privacy.ledger import Ledger
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe of seconds: synthetic warm-up, private phase, probe."""
+    private = write_images(tmp_path / "private", seed=5, num_images=200)
+    public = write_images(tmp_path / "public", seed=6, num_images=160)
+    optimizer = {"learning_rate": 1e-3, "warmup_steps": 2}
+    content = {
+        "name": "small",
+        "storage": str(tmp_path / "storage"),
+        "data": {
+            "synthetic": {
+                "source": "synthetic:dead_leaves+textures?num_images=96&size=16&seed=0",
+                "visibility": "public",
+                "num_records": 96,
+                "image_short_side": 16,
+            },
+            "private": {
+                "source": private,
+                "visibility": "private",
+                "domain": "small-domain",
+                "num_records": 200,
+                "image_short_side": 16,
+            },
+            "benchmark": {
+                "source": public,
+                "visibility": "public",
+                "image_short_side": 16,
+                "splits": {"probe": 0.5, "score": 0.5},
+            },
+        },
+        "model": {"size": "micro", "image_size": 16, "patch_size": 4, "norm_pix_loss": True},
+        "phases": [
+            {
+                "name": "warmup",
+                "kind": "public",
+                "data": "synthetic",
+                "steps": 6,
+                "batch_size": 32,
+                "optimizer": optimizer,
+                "checkpoint_interval": 3,
+                "microbatch_size": 16,
+                "resources": {"device": "cpu"},
+            },
+            {
+                "name": "private",
+                "kind": "private",
+                "data": "private",
+                "held_out": "benchmark.probe",
+                "steps": 8,
+                "optimizer": optimizer,
+                "privacy": {"target_epsilon": 8, "expected_batch_size": 20},
+                "checkpoint_interval": 2,
+                "microbatch_size": 16,
+                "resources": {"device": "cpu"},
+            },
+        ],
+        "evaluation": {
+            "train": "benchmark.probe",
+            "test": "benchmark.score",
+            "shots": 3,
+            "draws": 2,
+        },
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def dp_pretrain(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
+    code, output = dp_pretrain("run", recipe)
+    assert code == 0, output
+    run = tmp_path / "storage" / "runs" / "small"
+    for part in ("epsilon", "linear probe", "raw pixels", "Report:", str(run / "report.html")):
+        assert part in output
+    assert (run / "report.html").read_text().startswith("<!")
+
+    encoder = timm.create_model(f"local-dir:{run / 'export'}", pretrained=True).eval()
+    assert encoder(torch.zeros(1, 3, 16, 16)).shape == (1, 16)
+    (statement,) = json.loads((run / "export" / "privacy.json").read_text())["statements"]
+    assert statement["is_private"]
+    mechanism = statement["phases"][0]["mechanism"]
+    assert mechanism["num_records"] >= 190 and mechanism["expected_batch_size"] == 20
+    assert statement["phases"][0]["num_charged_steps"] == 8
+    assert 0 < statement["epsilon"]["this_model"]["value"] <= 8
+    ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
+    ledger.verify(weights_digest=statement["weights_sha256"])
+
+    entries = len(ledger.entries())
+    code, output = dp_pretrain("run", recipe)
+    assert code == 0 and "complete" in output
+    assert len(ledger.entries()) == entries
+    code, output = dp_pretrain("status", "small", "--storage", tmp_path / "storage")
+    assert code == 0 and "done (complete), step 8 of 8; 8 steps charged" in output
+
+    code, output = dp_pretrain("run", recipe, "--set", "phases.private.steps=4")
+    assert code == 0 and "this run is called 'small-2'" in output
+    report = ledger.verify()
+    assert {account.run for account in report.phases} == {"small", "small-2"}
+
+
+def test_kill_of_the_driver_then_the_same_command(recipe: Path, tmp_path: Path) -> None:
+    """Nothing is lost but the reservation, which stays charged."""
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(recipe)]
+    slow = ["--set", "phases.private.steps=40", "--set", "phases.private.checkpoint_interval=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command + slow, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
+    ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
+    checkpoints = tmp_path / "storage" / "runs" / "small" / "phases" / "private"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("checkpoint-*8/checkpoint.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    charged = sum(steps for _, steps in ledger.spent_by("small"))
+    assert 8 <= charged < 40
+
+    code, output = dp_pretrain("run", recipe, *slow)
+    assert code == 0, output
+    (account,) = ledger.verify().phases
+    assert account.finished == "complete"
+    assert len(account.attempts) == 2
+    assert 40 <= account.num_charged_steps <= 48
+    assert account.num_charged_steps >= charged + 40 - account.attempts[1].first_step
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("phases.private.stepz=3", "unknown key"),
+        ("data.private.source=imagefolder:/nowhere/at/all", "/nowhere/at/all"),
+        ("phases.private.privacy.expected_batch_size=500", "has 200 records"),
+        ("phases.private.privacy.noise_multiplier=0.3", "over target_epsilon 8"),
+        ("storage=/proc/nothing", "cannot be written"),
+        ("model.size=enormous", "enormous"),
+        ("phases.private.resources.device=cuda", "no CUDA"),
+    ],
+)
+def test_mistakes_get_a_sentence(recipe: Path, override: str, message: str) -> None:
+    code, output = dp_pretrain("run", recipe, "--set", override)
+    assert code == 1
+    assert message in output and "Traceback" not in output
+
+
+def test_empty_folder_is_named(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, output = dp_pretrain(
+        "run", recipe, "--set", f"data.private.source=imagefolder:{tmp_path}/empty"
+    )
+    assert code == 1 and "empty" in output and "Traceback" not in output
+
+
+def test_a_lost_run_folder_does_not_live_on_its_reserve(recipe: Path, tmp_path: Path) -> None:
+    from pipeline.chain.layout import claim_run
+    from pipeline.recipe import load_recipe
+
+    assert dp_pretrain("run", recipe)[0] == 0
+    run = tmp_path / "storage" / "runs" / "small"
+    run.rename(tmp_path / "gone")
+    layout, note = claim_run(load_recipe(recipe))
+    assert layout.recipe.name == "small-2" and note is not None
+
+
+def test_plan_of_the_paper() -> None:
+    recipes = ROOT / "jobs" / "recipes"
+    laion = recipes / "vip_base_laion.yaml"
+    code, output = dp_pretrain("plan", laion, "--set", "phases.private.privacy.reserve_steps=0")
+    assert code == 0
+    assert "PLD: noise multiplier 0.4566; RDP: 0.4800" in output
+    command = ["phases.private.privacy.noise_multiplier=0.5"]
+    command += ["phases.private.privacy.reserve_steps=0"]
+    words = [word for override in command for word in ("--set", override)]
+    code, output = dp_pretrain("plan", recipes / "vip_base_imagenet.yaml", *words)
+    assert code == 1
+    assert "costs epsilon 45" in output and "over target_epsilon 8" in output
