@@ -100,7 +100,7 @@ class ParameterLayout:
         first = tensors[self.names[0]]
         flat = torch.empty(self.num_coordinates, dtype=dtype, device=first.device)
         for name, view in self.views(flat).items():
-            view.copy_(tensors[name])
+            view.copy_(tensors[name].detach())
         return flat
 
     def check(self, flat: Tensor) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -120,20 +119,18 @@ def run_world(flat_sums: list[list[torch.Tensor]], folder: Path) -> list[dict[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    here = Path(__file__).parent
-    program = (
-        f"import sys, pathlib; sys.path[:0] = [{str(here)!r}, {str(here.parent.parent)!r}]; "
-        "from test_one_noise_draw import rank_main; "
-        f"rank_main(int(sys.argv[1]), {world_size}, {port}, pathlib.Path({str(folder)!r}))"
-    )
+    context = multiprocessing.get_context("forkserver")  # imports torch once for all ranks
+    context.set_forkserver_preload(["torch"])
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank)]) for rank in range(world_size)
+        context.Process(target=rank_main, args=(rank, world_size, port, folder))
+        for rank in range(world_size)
     ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * world_size
-    finally:
-        for process in ranks:
-            process.kill()
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * world_size
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
 
 

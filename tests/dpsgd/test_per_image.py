@@ -1,0 +1,135 @@
+"""The three compact forms of per-image gradients agree with the gradients written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeline.dpsgd.per_image import (
+    EmbeddingRows,
+    FormedGradients,
+    ImageWeights,
+    NormCosts,
+    OuterProducts,
+    OwnRows,
+    PerImageGradients,
+    added,
+    exact_products,
+)
+
+M, T, I, O, V = 4, 5, 3, 6, 7  # noqa: E741 - the shape letters of per_image.py
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def forms() -> dict[str, PerImageGradients]:
+    ids = torch.randint(V, (M, T), generator=torch.Generator().manual_seed(0))
+    return {
+        "formed": FormedGradients(values=random(M, O, I)),
+        "outer": OuterProducts(
+            inputs_MTI=random(M, T, I), output_gradients_MTO=random(M, T, O, seed=1)
+        ),
+        "outer, wide input": OuterProducts(
+            inputs_MTI=random(M, T, O), output_gradients_MTO=random(M, T, I, seed=1)
+        ),
+        "outer, one position": OuterProducts(
+            inputs_MTI=random(M, 1, I), output_gradients_MTO=random(M, 1, O, seed=1)
+        ),
+        "embedding": EmbeddingRows(
+            ids_MT=ids, output_gradients_MTO=random(M, T, O, seed=2), num_rows=V
+        ),
+        "own rows": OwnRows(values_MR=random(M, O)),
+    }
+
+
+@pytest.mark.parametrize("name", forms())
+def test_norm_and_sum_are_those_of_the_written_out_gradients(name: str) -> None:
+    gradients = forms()[name]
+    written = gradients.formed(0, M)
+    assert written.shape[0] == M
+    torch.testing.assert_close(gradients.formed(1, 3), written[1:3])
+    squares = gradients.squared_norms()
+    torch.testing.assert_close(squares.values_M, written.square().sum(1), rtol=1e-12, atol=0)
+    factors = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
+    for is_kept in ([True] * 4, [True, True, False, True], [False] * 4):
+        kept = torch.tensor(is_kept)
+        total = random(written.shape[1], seed=9)
+        expected = total + torch.where(kept, factors, torch.zeros(4).double()) @ written
+        gradients.add_weighted_sum(ImageWeights.of(factors, kept), total)
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_uses_add_up_before_the_norm() -> None:
+    first, second = forms()["outer"], forms()["outer, one position"]
+    expected = first.formed(0, M) + second.formed(0, M)
+    for mode, kind in (("ghost", OuterProducts), ("direct", FormedGradients)):
+        both = added([first, second], M, NormCosts(mode=mode))
+        assert isinstance(both, kind)
+        torch.testing.assert_close(both.formed(0, M), expected)
+        torch.testing.assert_close(both.squared_norms().values_M, expected.square().sum(1))
+    mixed = added([first, FormedGradients(values=second.formed(0, M))], M, NormCosts())
+    torch.testing.assert_close(mixed.formed(0, M), expected)
+
+
+def test_the_cheaper_norm_is_chosen() -> None:
+    """Few positions and wide layers: ghost; many positions and narrow layers: direct."""
+    costs = NormCosts(flops_per_byte=8.0)
+    assert not costs.prefers_direct(50, 768, 3072)
+    assert costs.prefers_direct(197, 192, 192)
+    assert not costs.prefers_direct(1, 4, 4)
+    assert not NormCosts(flops_per_byte=1e6).prefers_direct(197, 192, 192)
+
+
+def test_what_may_cancel_is_told() -> None:
+    """The uncertainty covers the error of a Gram norm in fp32, and is none of one position."""
+    signs = 1.0 - 2.0 * (torch.arange(32) % 2).view(1, -1, 1)
+    inputs = 1.0 + 1e-4 * random(1, 32, 64)
+    gradients = signs + 1e-4 * random(1, 32, 96, seed=1)
+    exact = OuterProducts(inputs_MTI=inputs, output_gradients_MTO=gradients).formed(0, 1)
+    rounded = OuterProducts(
+        inputs_MTI=inputs.float(), output_gradients_MTO=gradients.float()
+    ).squared_norms()
+    error = abs(rounded.values_M.item() - exact.square().sum().item())
+    assert rounded.uncertainty_M is not None
+    assert error < rounded.uncertainty_M.item()
+    assert error > 0.05 * exact.square().sum().item()  # it is not academic
+    assert forms()["outer, one position"].squared_norms().uncertainty_M is None
+
+
+def test_products_are_exact_inside_and_as_before_outside() -> None:
+    before = torch.get_float32_matmul_precision()
+    left, right = torch.rand(64, 64), torch.rand(64, 64)
+    exact = left.double() @ right.double()
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with exact_products():
+                error = (left @ right - exact).abs().max().item()
+            assert error < 1e-4
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_poisoned_image_is_not_multiplied() -> None:
+    for name, gradients in forms().items():
+        poisoned = {
+            field: value.clone() if isinstance(value, torch.Tensor) else value
+            for field, value in vars(gradients).items()
+        }
+        clean = torch.zeros(gradients.formed(0, M).shape[1], dtype=torch.float64)
+        weights = ImageWeights.of(
+            torch.ones(M, dtype=torch.float64), torch.tensor([True, False, True, True])
+        )
+        gradients.add_weighted_sum(weights, clean)
+        for value in poisoned.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value[1] = math.nan
+        total = torch.zeros_like(clean)
+        type(gradients)(**poisoned).add_weighted_sum(weights, total)
+        assert torch.equal(total, clean), name
