@@ -10,14 +10,15 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.data.images import ImageError, center_view, decode_image
+from pipeline.data.shards import ShardStore
+from pipeline.data.views import PixelReader, read_views
 from pipeline.evaluation.probe import (
     Z_95,
     DigestStore,
@@ -67,6 +68,7 @@ class HeldOutLoss:
         num_images: How many.
         images: Name of the set.
         norm_pix_loss: Whether patches were normalised; losses compare only where this is equal.
+        norm_pix_epsilon: Added to a patch's variance where they were; the same holds.
         mask_ratio: Share of hidden patches.
         mask_seed: Public constant that fixes the masks.
     """
@@ -77,6 +79,7 @@ class HeldOutLoss:
     num_images: int
     images: str
     norm_pix_loss: bool
+    norm_pix_epsilon: float
     mask_ratio: float
     mask_seed: int
 
@@ -122,8 +125,9 @@ def evaluate_encoders(
             fitting and scoring sets sharing one; models of different image sizes; no labels.
 
     Guarantees:
-        1. Nothing is scored on a private set or on an image of one.
-        2. The same inputs give the same table.
+        1. Nothing is scored on a private set or on an image of one
+           (test_private_images_are_never_scored).
+        2. The same inputs give the same table (test_the_same_inputs_give_the_same_table).
     """
     say = progress or (lambda _: None)
     held_out_store = held_out_store or score_store
@@ -229,6 +233,7 @@ def held_out_loss(
         num_images=len(losses),
         images=store.manifest.name,
         norm_pix_loss=model.norm_pix_loss,
+        norm_pix_epsilon=model.norm_pix_epsilon,
         mask_ratio=model.mask_ratio,
         mask_seed=MASK_SEED,
     )
@@ -259,7 +264,7 @@ def format_results(results: Mapping[str, Any]) -> str:
         ]
         lines.append("")
         lines.append(_aligned([["model", "held-out loss", "95 % interval"], *entries]))
-        switch = "on" if loss["norm_pix_loss"] else "off"
+        switch = f"on ({loss['norm_pix_epsilon']:g})" if loss["norm_pix_loss"] else "off"
         lines.append(f"  {loss['num_images']} images of {loss['images']}, norm_pix_loss {switch}")
     return "\n".join(lines)
 
@@ -318,17 +323,12 @@ def _views(
     store: ImageStore, ids: npt.NDArray[np.int64], image_size: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], Tensor]]:
     """Central views of readable images, uint8 [M, 3, S, S], with their record ids."""
+    reader = PixelReader(cast(ShardStore, store), cache_bytes=0)
     for start in range(0, len(ids), MICROBATCH_SIZE):
-        kept, views = [], []
         wanted = ids[start : start + MICROBATCH_SIZE]
-        for record_id, content in zip(wanted, store.read(wanted), strict=True):
-            try:
-                views.append(center_view(decode_image(content).pixels, image_size))
-            except ImageError:
-                continue
-            kept.append(record_id)
-        if kept:
-            yield np.array(kept, np.int64), torch.from_numpy(np.stack(views))
+        images, is_decoded = read_views(reader, wanted, image_size=image_size)
+        if is_decoded.any():
+            yield wanted[is_decoded], torch.from_numpy(images[is_decoded])
 
 
 def _features(

@@ -119,8 +119,10 @@ def linear_probe(
         ValueError: fewer than two classes, or shapes that do not belong together.
 
     Guarantees:
-        1. The same inputs and seed give the same result.
-        2. Test images influence neither the fit nor the penalty nor the standardisation.
+        1. The same inputs and seed give the same result
+           (test_the_same_inputs_give_the_same_result).
+        2. Test images influence neither fit nor penalty nor standardisation
+           (test_test_images_choose_nothing).
     """
     train, test = _checked(train_features_NF, train_labels_N, test_features_NF, test_labels_N)
     classes = train.classes(test)

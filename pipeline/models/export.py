@@ -62,9 +62,10 @@ def export_encoder(
             and are never released), an unknown field, or one that the model itself decides.
 
     Guarantees:
-        1. timm's model gives the features of the trained one.
-        2. No value of the architecture's own pretrained configuration survives.
-        3. Weights with an unknown stamp are refused.
+        1. timm's model gives the features of the trained one (test_timm_gives_equal_features).
+        2. No value of the architecture's own pretrained configuration survives
+           (test_nothing_of_the_architectures_own_configuration_survives).
+        3. Weights with an unknown stamp are refused (test_audit_weights_are_not_exported).
     """
     if guarantee not in GUARANTEES:
         raise ValueError(

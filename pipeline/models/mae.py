@@ -49,11 +49,13 @@ class MaskedAutoencoder(nn.Module):
 
     Guarantees:
         1. One image's loss depends on that image, its uniforms and the weights alone: changing
-           another row of the microbatch leaves it bit-identical.
-        2. Positions are buffers: no parameter list, optimizer or `requires_grad_` reaches them.
-        3. Every trainable parameter is used by plain linear, layer_norm, conv2d or expand calls.
+           another row of the microbatch leaves it bit-identical (test_images_do_not_couple).
+        2. Positions are buffers: no parameter list, optimizer or `requires_grad_` reaches them
+           (test_fixed_positions_are_never_trained).
+        3. Every trainable parameter is used, by linear, layer_norm, conv2d and expand calls alone
+           (test_every_parameter_is_trained).
         4. Nothing is drawn at random: the mask is a function of the given uniforms, and there is no
-           dropout; train and eval mode agree.
+           dropout; train and eval mode agree (test_images_do_not_couple).
     """
 
     def __init__(

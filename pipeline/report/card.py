@@ -155,7 +155,8 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
             low, high = loss["interval"]
             cells = [loss["model"], f"{loss['loss']:.4f}", f"{low:.4f} to {high:.4f}"]
             images = f"{loss['num_images']:,} of {loss['images']}"
-            lines.append(_row([*cells, images, "on" if loss["norm_pix_loss"] else "off"]))
+            switch = f"on ({loss['norm_pix_epsilon']:g})" if loss["norm_pix_loss"] else "off"
+            lines.append(_row([*cells, images, switch]))
     return "\n".join(lines)
 
 

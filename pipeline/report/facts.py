@@ -54,7 +54,8 @@ class PhaseFacts:
         ValueError: a private phase with a training loss, or a public one with an epsilon.
 
     Guarantees:
-        1. The training loss of a private phase cannot be told.
+        1. The training loss of a private phase cannot be told
+           (test_private_losses_are_not_reported).
     """
 
     name: str

@@ -43,9 +43,10 @@ def render_report(inputs: ReportInputs, destination: Location) -> Location:
         The same location.
 
     Guarantees:
-        1. The page asks for nothing outside itself.
-        2. Whatever text the inputs hold is shown as text, never run.
-        3. Equal inputs give equal pages.
+        1. The page asks for nothing outside itself
+           (test_the_page_asks_for_nothing_outside_itself).
+        2. Whatever text the inputs hold is shown as text, never run (test_text_stays_text).
+        3. Equal inputs give equal pages (test_equal_inputs_give_equal_pages).
     """
     destination.write_text(render_html(inputs))
     return destination
@@ -64,6 +65,7 @@ def render_html(inputs: ReportInputs) -> str:
         "epsilon": _epsilon,
         "number": _number,
         "short": _short,
+        "switch": _switch,
         "percent": _percent,
         "interval": _interval,
         "two_digits": _two_digits,
@@ -239,6 +241,11 @@ def _rule_descriptions(evaluation: Mapping[str, Any] | None) -> dict[str, str]:
     probes = evaluation["probes"] if evaluation else []
     described = {p["rule"]: p["rule_description"] for p in probes}
     return {rule: text for rule, text in described.items() if rule != text}
+
+
+def _switch(loss: Mapping[str, Any]) -> str:
+    """Whether norm_pix_loss was on, and with which floor of the variance."""
+    return f"on ({loss['norm_pix_epsilon']:g})" if loss["norm_pix_loss"] else "off"
 
 
 def _epsilon(value: float | None) -> str:

@@ -145,7 +145,7 @@ def test_text_table(results: dict) -> None:
     assert "4 per class" in text
     assert "last_12_blocks" in text
     assert "60 images fitted on, 45 scored, seed 7" in text
-    assert "45 images of score, norm_pix_loss on" in text
+    assert "45 images of score, norm_pix_loss on (1e-06)" in text
     for entry in (probes := copy.deepcopy(results["probes"])):
         entry["few_shot"] = None
     assert "4 per class" not in format_results({**results, "probes": probes})

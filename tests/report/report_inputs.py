@@ -111,6 +111,7 @@ def loss(model: str, value: float) -> dict:
         "num_images": 2_000,
         "images": "benchmark.score",
         "norm_pix_loss": True,
+        "norm_pix_epsilon": 0.01,
         "mask_ratio": 0.75,
     }
 

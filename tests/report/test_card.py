@@ -31,7 +31,7 @@ def test_what_a_reader_needs() -> None:
         "| after private | last_12_blocks | 82.6 [81.6, 83.6] | 50.0 [45.0, 55.0] |",
         "Fitted on: 5,000 images of benchmark.probe.",
         "Seed 0. Probe: Wilson 95 % interval. Few-shot: mean of 5 draws",
-        "| after private | 0.5410 | 0.5310 to 0.5510 | 2,000 of benchmark.score | on |",
+        "| after private | 0.5410 | 0.5310 to 0.5510 | 2,000 of benchmark.score | on (0.01) |",
         "- `last_block`: what last_block means",
         "## Limitations",
     ):

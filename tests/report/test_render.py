@@ -84,6 +84,7 @@ def test_every_section_is_there(page: Page) -> None:
         "norm_pix_loss is on",
         "[45.0 – 55.0]",
         "0.5410",
+        "on (0.01)",
         "what last_12_blocks means",
         "307,200",
         "2.6 min",
