@@ -1,5 +1,8 @@
 """How an encoder is judged: public labelled images, frozen features, every number with its spread.
 
-probe.py     linear probe and few-shot accuracy from features; the refusal of private images
-evaluate.py  several encoders and the baselines over prepared sets: one table
+stores.py     which images may be scored, and how they are read; the refusal of private ones
+probe.py      linear probe and few-shot accuracy from features
+held_out.py   the loss on public images that trained nothing
+intervals.py  95 % intervals
+evaluate.py   several encoders and the baselines over prepared sets: one table
 """

@@ -7,81 +7,28 @@ norm_pix_loss are never mixed without saying so.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.data.shards import ShardStore
-from pipeline.data.views import PixelReader, read_views
-from pipeline.evaluation.probe import (
-    Z_95,
-    DigestStore,
+from pipeline.evaluation.held_out import held_out_loss
+from pipeline.evaluation.probe import few_shot, linear_probe, raw_pixel_features
+from pipeline.evaluation.stores import (
+    ImageStore,
     assert_disjoint,
-    few_shot,
-    linear_probe,
-    raw_pixel_features,
+    require_public,
+    subset,
+    views,
 )
 from pipeline.models.mae import FEATURE_RULES, MaskedAutoencoder, normalise_images
 
 RAW_PIXELS = "raw pixels"
 RANDOM_ENCODER = "random encoder"
-MASK_SEED = 0x6D61736B  # public: the same masks for every model, run and machine
-MICROBATCH_SIZE = 256
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def visibility(self) -> str: ...
-
-
-class ImageStore(DigestStore, Protocol):
-    """What is asked of a prepared set (`ShardStore` of pipeline/data/shards.py)."""
-
-    @property
-    def manifest(self) -> _Named:
-        """Its name and whether it is public."""
-
-    def read(self, record_ids: npt.ArrayLike) -> list[bytes]:
-        """Stored bytes of records."""
-
-    def labels(self, record_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Labels of records, -1 where there is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutLoss:
-    """Masked-autoencoder loss on images that trained nothing.
-
-    Args:
-        model: Whose loss.
-        loss: Mean over the images.
-        interval: Normal 95 % interval of that mean over the images.
-        num_images: How many.
-        images: Name of the set.
-        norm_pix_loss: Whether patches were normalised; losses compare only where this is equal.
-        norm_pix_epsilon: Added to a patch's variance where they were; the same holds.
-        mask_ratio: Share of hidden patches.
-        mask_seed: Public constant that fixes the masks.
-    """
-
-    model: str
-    loss: float
-    interval: tuple[float, float]
-    num_images: int
-    images: str
-    norm_pix_loss: bool
-    norm_pix_epsilon: float
-    mask_ratio: float
-    mask_seed: int
 
 
 def evaluate_encoders(
@@ -130,7 +77,7 @@ def evaluate_encoders(
         2. The same inputs give the same table (test_the_same_inputs_give_the_same_table).
     """
     say = progress or (lambda _: None)
-    held_out_store = held_out_store or score_store
+    held_out_store = score_store if held_out_store is None else held_out_store
     if not models:
         raise ValueError("models is empty: give at least one model to evaluate")
     image_sizes = {model.image_size for model in models.values()}
@@ -192,53 +139,6 @@ def evaluate_encoders(
     return {"probes": probes, "losses": losses, "images": used, "seed": seed}
 
 
-@torch.no_grad()
-def held_out_loss(
-    model: MaskedAutoencoder,
-    store: ImageStore,
-    *,
-    name: str = "model",
-    max_images: int = 2_000,
-    seed: int = 0,
-) -> HeldOutLoss:
-    """The loss on public images with masks that depend on the record id and a constant alone.
-
-    Args:
-        model: The model, on any device.
-        store: A set marked public.
-        name: How the table calls the model.
-        max_images: Use a random subset of at most this many.
-        seed: Decides the subset.
-    Raises:
-        ValueError: if the set is not public, or holds no readable image.
-    """
-    _require_public(store)
-    device = model.mask_token.device
-    chosen = _subset(np.arange(store.num_records), max_images, seed)
-    losses: list[float] = []
-    for ids, images_M3HW in _views(store, chosen, model.image_size):
-        uniforms_MT = np.stack(
-            [np.random.default_rng([MASK_SEED, int(i)]).random(model.num_patches) for i in ids]
-        )
-        inputs = normalise_images(images_M3HW.to(device))
-        losses += model(inputs, torch.from_numpy(uniforms_MT).to(device)).tolist()
-    if not losses:
-        raise ValueError(f"{store.manifest.name!r} has no readable image to measure the loss on")
-    mean = math.fsum(losses) / len(losses)
-    half = Z_95 * float(np.std(losses, ddof=1)) / math.sqrt(len(losses)) if losses[1:] else math.inf
-    return HeldOutLoss(
-        model=name,
-        loss=mean,
-        interval=(mean - half, mean + half),
-        num_images=len(losses),
-        images=store.manifest.name,
-        norm_pix_loss=model.norm_pix_loss,
-        norm_pix_epsilon=model.norm_pix_epsilon,
-        mask_ratio=model.mask_ratio,
-        mask_seed=MASK_SEED,
-    )
-
-
 def format_results(results: Mapping[str, Any]) -> str:
     """The table of `evaluate_encoders` as text for a terminal."""
     fitted, scored = (part["num_images"] for part in results["images"])
@@ -276,16 +176,8 @@ def _refuse_private_images(
     for position, store in enumerate(scored):
         if any(store is earlier for earlier in scored[:position]):
             continue
-        _require_public(store)
+        require_public(store)
         assert_disjoint(store.manifest.name, store, named)
-
-
-def _require_public(store: ImageStore) -> None:
-    if store.manifest.visibility != "public":
-        raise ValueError(
-            f"evaluation set {store.manifest.name!r} is marked {store.manifest.visibility}: a "
-            f"score on it would be a release; evaluate on a set marked public"
-        )
 
 
 def _refuse_shared_images(probe_store: ImageStore, score_store: ImageStore) -> None:
@@ -310,25 +202,7 @@ def _labelled_ids(store: ImageStore, max_images: int | None, seed: int) -> npt.N
     labelled = np.flatnonzero(store.labels(np.arange(store.num_records)) >= 0)
     if not len(labelled):
         raise ValueError(f"{store.manifest.name!r} has no labelled image: a probe needs labels")
-    return _subset(labelled, max_images, seed)
-
-
-def _subset(ids: npt.NDArray[np.int64], max_images: int | None, seed: int) -> npt.NDArray[np.int64]:
-    if max_images is None or len(ids) <= max_images:
-        return ids
-    return np.sort(np.random.default_rng([seed, 2]).permutation(ids)[:max_images])
-
-
-def _views(
-    store: ImageStore, ids: npt.NDArray[np.int64], image_size: int
-) -> Iterator[tuple[npt.NDArray[np.int64], Tensor]]:
-    """Central views of readable images, uint8 [M, 3, S, S], with their record ids."""
-    reader = PixelReader(cast(ShardStore, store), cache_bytes=0)
-    for start in range(0, len(ids), MICROBATCH_SIZE):
-        wanted = ids[start : start + MICROBATCH_SIZE]
-        images, is_decoded = read_views(reader, wanted, image_size=image_size)
-        if is_decoded.any():
-            yield wanted[is_decoded], torch.from_numpy(images[is_decoded])
+    return subset(labelled, max_images, seed)
 
 
 def _features(
@@ -341,7 +215,7 @@ def _features(
     """Features_NF by (model, rule) of one set, raw pixels first, and the ids that were readable."""
     parts: dict[tuple[str, str], list[Tensor]] = {}
     pixels, kept = [], []
-    for read_ids, images_M3HW in _views(store, ids, image_size):
+    for read_ids, images_M3HW in views(store, ids, image_size):
         kept.append(read_ids)
         pixels.append(images_M3HW)
         for name, model in models.items():

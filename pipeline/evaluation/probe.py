@@ -1,4 +1,4 @@
-"""Accuracy of frozen features: a linear probe, few-shot, and what may be scored at all.
+"""Accuracy of frozen features: a linear probe and few-shot.
 
 Shape letters: N images, F features, C classes.
 """
@@ -6,9 +6,7 @@ Shape letters: N images, F features, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,28 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.evaluation.intervals import mean_interval, wilson_interval
+
 # Penalties on features scaled to unit mean square per image; one is chosen on held-back images.
 L2_GRID = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 FEW_SHOT_L2 = 1e-4
 VALIDATION_SHARE = 0.2
 MAX_ITERATIONS = 100
 RAW_PIXEL_SIDE = 32
-DIGESTS_PER_READ = 1_000_000
-
-Z_95 = 1.959963984540054
-# Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom.
-_T_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-
-
-class DigestStore(Protocol):
-    """What the refusal of private images needs of a prepared set."""
-
-    @property
-    def num_records(self) -> int:
-        """N."""
-
-    def pixel_digests(self, record_ids: npt.ArrayLike | None = None) -> npt.NDArray[np.uint8]:
-        """SHA-256 of each record's decoded pixels, uint8 [n, 32]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,75 +198,6 @@ def raw_pixel_features(images_N3HW: Tensor) -> tuple[Tensor, str]:
         pixels = F.adaptive_avg_pool2d(pixels, side)
     colours = "grey" if pixels.shape[1] == 1 else "colour"
     return pixels.flatten(1), f"raw {colours} pixels, {side} x {side}"
-
-
-def assert_disjoint(
-    name: str, labelled: DigestStore, private_stores: Sequence[tuple[str, DigestStore]]
-) -> None:
-    """Refuse to score images that a private set holds too: their accuracy would be a release.
-
-    Images are compared by the SHA-256 of their decoded pixels before resizing. The message does
-    not tell which or how many are shared, since that is a fact about the private set.
-
-    Args:
-        name: What to call the scored set in the message.
-        labelled: The set to be scored; its digests are held in memory.
-        private_stores: Names and stores of every private set of the run.
-    Raises:
-        ValueError: if a scored image is in a private set.
-    """
-    scored = np.ascontiguousarray(labelled.pixel_digests())
-    heads = np.unique(_heads(scored))
-    whole = {digest.tobytes() for digest in scored}
-    for private_name, store in private_stores:
-        for start in range(0, store.num_records, DIGESTS_PER_READ):
-            stop = min(start + DIGESTS_PER_READ, store.num_records)
-            digests = np.ascontiguousarray(store.pixel_digests(np.arange(start, stop)))
-            candidates = digests[np.isin(_heads(digests), heads)]
-            if any(digest.tobytes() in whole for digest in candidates):
-                raise ValueError(
-                    f"evaluation set {name!r} shares images with the private set "
-                    f"{private_name!r}: scoring them would release facts about private images; "
-                    f"prepare the private set again with the evaluation set excluded"
-                )
-
-
-def _heads(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """The first 8 bytes of each digest as one number: a sieve before whole digests are compared."""
-    return np.ascontiguousarray(digests[:, :8]).view(np.uint64)[:, 0]
-
-
-def wilson_interval(num_right: int, num_images: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion."""
-    share, z2 = num_right / num_images, Z_95**2
-    centre = (share + z2 / (2 * num_images)) / (1 + z2 / num_images)
-    spread = math.sqrt(share * (1 - share) / num_images + z2 / (4 * num_images**2))
-    half = Z_95 * spread / (1 + z2 / num_images)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's 95 % interval of the mean of a few independent values; None for fewer than two."""
-    count = len(values)
-    if count < 2:
-        return None
-    mean = math.fsum(values) / count
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    half = _student_quantile(count - 1) * math.sqrt(variance / count)
-    return mean - half, mean + half
-
-
-def _student_quantile(freedom: int) -> float:
-    """Table for few degrees of freedom, Cornish and Fisher's expansion (error < 1e-4) for more."""
-    if freedom <= len(_T_95):
-        return _T_95[freedom - 1]
-    z = Z_95
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
 
 
 @dataclass(frozen=True)

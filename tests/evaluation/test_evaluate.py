@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ from pipeline.evaluation.evaluate import (
     RAW_PIXELS,
     evaluate_encoders,
     format_results,
-    held_out_loss,
 )
+from pipeline.evaluation.held_out import held_out_loss
 from pipeline.models.mae import MaskedAutoencoder
 from pipeline.models.sizes import SIZES
 from tests.evaluation.fake_store import make_store
@@ -99,28 +98,6 @@ def test_the_random_encoder_has_fresh_weights_and_leaves_the_model_alone() -> No
     assert losses[RANDOM_ENCODER] == fresh.loss != losses["trained"]
 
 
-def test_held_out_masks_depend_on_the_record_alone() -> None:
-    store, model = make_store(40, seed=5), make_model()
-    whole = held_out_loss(model, store)
-    single = []
-    for position in range(40):
-        one = make_store(40, seed=5)
-        for other in set(range(40)) - {position}:
-            one.contents[other] = b"not an image"
-        single.append(held_out_loss(model, one).loss)
-    assert whole.loss == pytest.approx(math.fsum(single) / 40, rel=1e-5)
-    half = 1.95996 * np.std(single, ddof=1) / math.sqrt(40)
-    np.testing.assert_allclose(whole.interval, (whole.loss - half, whole.loss + half), rtol=1e-4)
-
-
-def test_held_out_loss_of_a_subset() -> None:
-    store, model = make_store(40, seed=5), make_model()
-    part = held_out_loss(model, store, max_images=10, seed=1)
-    assert part.num_images == 10
-    assert part == held_out_loss(model, store, max_images=10, seed=1)
-    assert part.loss != held_out_loss(model, store, max_images=10, seed=2).loss
-
-
 def test_unreadable_and_unlabelled_images_are_left_out_and_counted() -> None:
     probe = make_store(60, seed=1, name="probe")
     probe.contents[5] = probe.contents[5][:40]
@@ -149,6 +126,16 @@ def test_text_table(results: dict) -> None:
     for entry in (probes := copy.deepcopy(results["probes"])):
         entry["few_shot"] = None
     assert "4 per class" not in format_results({**results, "probes": probes})
+
+
+def test_an_empty_held_out_set_is_not_replaced_in_silence() -> None:
+    class Sized(type(make_store(1, seed=0))):
+        def __len__(self) -> int:
+            return self.num_records
+
+    empty = Sized([], np.zeros(0), "empty")
+    with pytest.raises(ValueError, match="'empty' has 0 readable"):
+        evaluate(held_out_store=empty, rules=("last_block",), shots=0)
 
 
 def test_progress_is_told() -> None:
@@ -188,5 +175,3 @@ def test_sets_without_labels_or_images_are_refused() -> None:
     broken.contents = [bytes([i]) for i in range(12)]
     with pytest.raises(ValueError, match="'broken' has no readable"):
         evaluate(probe_store=broken)
-    with pytest.raises(ValueError, match="'broken' has no readable"):
-        held_out_loss(make_model(), broken)

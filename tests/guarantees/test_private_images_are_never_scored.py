@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation import probe as probe_module
-from pipeline.evaluation.evaluate import evaluate_encoders, held_out_loss
-from pipeline.evaluation.probe import assert_disjoint
+from pipeline.evaluation import stores as stores_module
+from pipeline.evaluation.evaluate import evaluate_encoders
+from pipeline.evaluation.held_out import held_out_loss
+from pipeline.evaluation.stores import assert_disjoint
 from pipeline.models.mae import MaskedAutoencoder
 from pipeline.models.sizes import SIZES
 from tests.evaluation.fake_store import FakeStore, make_store
@@ -79,7 +81,7 @@ class _Digests(FakeStore):
 def test_large_private_sets_are_read_in_parts(
     position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe_module, "DIGESTS_PER_READ", 3)
+    monkeypatch.setattr(stores_module, "DIGESTS_PER_READ", 3)
     random = np.random.default_rng(0)
     labelled = random.integers(0, 256, (6, 32), dtype=np.uint8)
     private = random.integers(0, 256, (10, 32), dtype=np.uint8)
