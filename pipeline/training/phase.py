@@ -221,7 +221,8 @@ class _OpenPhase:
             )
             self.attempt_number = self.attempt.number
             secret = key.secret
-        return AttemptKey.from_bytes(self.ranks.from_first(secret))
+        shared = self.ranks.from_first(secret)
+        return AttemptKey.from_bytes(shared, is_seeded=settings.seed is not None)
 
     def run_window(self, on_window: OnWindow) -> None:
         """Charge, run the steps up to the next checkpoint, and write it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,43 @@ def test_two_workers_equal_one_process(
     assert pair.ledger_home
     ledger = Ledger(pair.ledger_home, "public-some")
     assert sum(n for _, n in ledger.spent_by("pair")) == 6
+
+
+def dying_once(marker: Path) -> Callable[[dict[str, Any]], None]:
+    """What a worker runs, but rank 1 is killed in step 3 of the first attempt."""
+
+    def train_rank(config: dict[str, Any]) -> None:
+        from pipeline.training import gradients, workers
+
+        begin = gradients.PrivateGradients.begin_step
+
+        def begin_or_die(self: gradients.PrivateGradients, step: int) -> None:
+            import torch.distributed as dist
+
+            if step == 3 and dist.get_rank() == 1 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            begin(self, step)
+
+        gradients.PrivateGradients.begin_step = begin_or_die  # type: ignore[method-assign]
+        workers._train_rank(config)
+
+    return train_rank
+
+
+def test_a_killed_worker_costs_its_reservation(
+    ray_local: None, settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.training import workers
+
+    marker = tmp_path / "died"
+    monkeypatch.setattr(workers, "_train_rank", dying_once(marker))
+    resources = {"workers": 2, "device": "cpu", "data_cpus": 2}
+    made = settings("private", phase={"resources": resources, "microbatch_size": 4})
+    outcome = workers.train_under_ray(made, lambda metrics: None)
+    assert marker.exists()
+    assert (outcome.step, outcome.finished) == (6, "complete")
+    assert made.ledger_home and made.domain
+    (account,) = Ledger(made.ledger_home, made.domain).verify().phases
+    assert [attempt.first_step for attempt in account.attempts] == [0, 2]
+    assert account.num_charged_steps == 8
