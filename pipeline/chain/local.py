@@ -7,13 +7,7 @@ from rich.console import Console
 from pipeline.chain.console import print_plan
 from pipeline.chain.layout import RunLayout
 from pipeline.chain.results import evaluate_stage, export_stage, report_stage
-from pipeline.chain.stages import (
-    TrainUnderRay,
-    claim_checked,
-    plan_stage,
-    prepare_stage,
-    train_stage,
-)
+from pipeline.chain.stages import claim_checked, plan_stage, prepare_stage, train_stage
 from pipeline.recipe import Recipe
 
 _IMAGES_PER_SECOND = 1000.0
@@ -25,29 +19,22 @@ def run_here(recipe: Recipe, console: Console) -> RunLayout:
     if layout.is_reported():
         console.print(f"Run {layout.recipe.name} is complete. Report: {layout.report}")
         return layout
-    uses_ray = any(phase.resources.workers != 0 for phase in layout.recipe.phases)
-    if uses_ray:
-        # Only here: Ray takes seconds to import, and a run in one process needs none of it.
+    prepare_stage(layout, console, use_ray=False)  # on one machine threads start sooner
+    print_plan(console, plan_stage(layout), _IMAGES_PER_SECOND)
+    for phase in layout.recipe.phases:
+        if phase.resources.workers == 0 or layout.is_trained(phase.name):
+            train_stage(layout, phase.name, console)
+            continue
+        # Only here: Ray takes seconds to import, and a phase in this process needs none of it.
         from pipeline.cluster.local import connected  # noqa: PLC0415
         from pipeline.training.workers import train_under_ray  # noqa: PLC0415
 
         with connected():
-            _prepare_and_train(layout, console, train_under_ray)
-    else:
-        _prepare_and_train(layout, console, None)
+            train_stage(layout, phase.name, console, train_under_ray)
     evaluate_stage(layout, console)
     export_stage(layout, console)
     report_stage(layout, console)
     return layout
-
-
-def _prepare_and_train(
-    layout: RunLayout, console: Console, train_under_ray: TrainUnderRay | None
-) -> None:
-    prepare_stage(layout, console, use_ray=train_under_ray is not None)
-    print_plan(console, plan_stage(layout), _IMAGES_PER_SECOND)
-    for phase in layout.recipe.phases:
-        train_stage(layout, phase.name, console, train_under_ray)
 
 
 def prepare_here(recipe: Recipe, console: Console) -> None:

@@ -161,7 +161,10 @@ def _init_from(layout: RunLayout, name: str) -> str | None:
 
 
 def train_stage(
-    layout: RunLayout, name: str, console: Console, train_under_ray: TrainUnderRay | None
+    layout: RunLayout,
+    name: str,
+    console: Console,
+    train_under_ray: TrainUnderRay | None = None,
 ) -> None:
     """Train one phase to its end, in this process (`workers: 0`) or on Ray Train workers."""
     settings = phase_settings(layout, name)

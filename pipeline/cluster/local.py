@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.data  # configures its logging when it is imported, so before ours
+import ray.train
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 
@@ -34,7 +36,7 @@ def connected() -> Iterator[None]:
         ray.init(address="local", num_cpus=max(6, cores + 4), include_dashboard=False, **quiet)
         _protect_token()
     for name in ("ray.data", "ray.train"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         yield
     finally:
