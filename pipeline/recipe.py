@@ -178,7 +178,8 @@ class Resources(_Strict):
     workers: NonNegativeInt | tuple[PositiveInt, PositiveInt] = 0
     """0 = in this process; W or [min, max] Ray Train workers."""
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
-    cpus_per_worker: PositiveInt = 1
+    cpus_per_worker: PositiveInt | None = None
+    """CPU threads that compute; default 1 a Ray worker, torch's own default in this process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     data_cpus: PositiveInt = 2
     """Threads (workers = 0) or Ray Data CPUs (at most) that read and decode."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -191,6 +192,8 @@ def train_stage(
 
 def _train_here(settings: PhaseSettings, show: Callable[[PublicMetrics], None]) -> PhaseOutcome:
     resources = settings.phase.resources
+    if resources.cpus_per_worker is not None:
+        torch.set_num_threads(resources.cpus_per_worker)
 
     def open_units(config: StreamConfig) -> Iterator[Unit]:
         return thread_pool_units(config, 0, resources.data_cpus)

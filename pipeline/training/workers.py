@@ -98,7 +98,7 @@ def _scaling(resources: Resources) -> ray.train.ScalingConfig:
     workers: Any = resources.workers  # a (min, max) pair makes the group elastic
     if isinstance(workers, tuple) and workers[0] == workers[1]:
         workers = workers[0]
-    per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
+    per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker or 1}
     if resources.gpus_per_worker:
         per_worker["GPU"] = resources.gpus_per_worker
     return ray.train.ScalingConfig(
