@@ -1,0 +1,78 @@
+"""The plan: derived numbers, refusals, and what a manifest's N changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.chain.console import plan_lines
+from pipeline.plan import PhasePlan, plan_recipe
+from pipeline.recipe import Recipe, RecipeError, load_recipe
+
+DEMO = Path(__file__).parent.parent / "jobs" / "recipes" / "demo.yaml"
+
+
+def demo(*overrides: str) -> Recipe:
+    # A given noise multiplier needs no calibration, which takes seconds.
+    quick = ["phases.private.privacy.noise_multiplier=1.0"]
+    return load_recipe(DEMO, [*quick, *overrides])
+
+
+def private(recipe: Recipe, **num_records: int) -> PhasePlan:
+    return plan_recipe(recipe, num_records)[-1]
+
+
+def test_derived_numbers_of_a_private_phase() -> None:
+    plan = private(demo())
+    assert plan.mechanism is not None and plan.epsilon and plan.epsilon_without_reserve
+    assert plan.mechanism.sampling_probability == 2048 / 60000
+    assert plan.mechanism.delta == 1 / 120000
+    assert plan.mechanism.reserve_steps == 40 and plan.num_restarts == 2
+    assert plan.num_images == 2048 * 150
+    assert plan.coverage == pytest.approx(1 - (1 - 2048 / 60000) ** 150)
+    assert plan.epsilon_without_reserve.value < plan.epsilon.value < 8
+    assert plan.hours(1000) == pytest.approx(307200 / 3.6e6)
+    lines = dict(plan_lines(plan, 1000))
+    assert lines["noise multiplier"] == "1.0000"
+    assert f"{plan.epsilon.value} by PLD" in lines["epsilon, 190 steps"]
+
+
+def test_the_manifest_rules_over_the_recipe() -> None:
+    plan = private(demo(), private=30000)
+    assert plan.num_records == 30000
+    assert plan.batch_size == 1500, "max_sampling_probability 0.05 lowers B"
+    assert plan.mechanism is not None and plan.mechanism.expected_batch_size == 1500
+    assert any("lowered from 2048 to 1500" in note for note in plan.notes)
+
+
+def test_a_batch_above_n_is_refused() -> None:
+    recipe = demo("phases.private.privacy.max_sampling_probability=")
+    with pytest.raises(RecipeError, match="2048 but private has 1000 records"):
+        private(recipe, private=1000)
+
+
+def test_a_plan_over_its_target_tells_the_true_cost() -> None:
+    recipe = demo("phases.private.privacy.noise_multiplier=0.5")
+    with pytest.raises(RecipeError, match=r"costs epsilon 1\d\.\d+ .* over target_epsilon 8"):
+        private(recipe)
+
+
+def test_unknown_n_is_asked_for() -> None:
+    with pytest.raises(RecipeError, match=r"set data\.private\.num_records"):
+        plan_recipe(demo("data.private.num_records="))
+
+
+def test_phases_over_one_domain_share_the_target() -> None:
+    """PITFALLS 26: two stages within target each are refused where their sum is not."""
+    base = demo("phases.private.privacy.noise_multiplier=0.7")
+    second = base.phases[1].model_copy(update={"name": "again"})
+    both = base.model_copy(update={"phases": [*base.phases, second]})
+    assert private(base).epsilon is not None
+    with pytest.raises(RecipeError, match=r"read the same privacy domain demo .* over the target"):
+        plan_recipe(both)
+
+
+def test_memory_grows_with_the_microbatch() -> None:
+    small, large = private(demo("phases.private.microbatch_size=8")), private(demo())
+    assert small.memory_bytes < large.memory_bytes
