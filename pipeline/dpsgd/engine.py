@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.dpsgd.clipping import MARGIN, Clipping
 from pipeline.dpsgd.layer_rules import RULE_BOOK, lift
 from pipeline.dpsgd.layout import ParameterLayout, Trainable, trainable_parameters
+from pipeline.dpsgd.model_state import ModelState
 from pipeline.dpsgd.per_image import (
     ImageWeights,
     NormCosts,
@@ -133,13 +134,13 @@ class ClippedGradientSum:
                 images. Nothing was added.
             ValueError: losses or weights of the wrong shape or range. Nothing was added.
         """
-        self._check_parameters()
-        untrained = self._untrained()
+        state = ModelState(self._model)
+        state.check_trained(self._parameters)
         tape = Tape(layout=self.layout, parameters=self._parameters, costs=self._costs)
         anchor = torch.zeros((), device=self.flat_sum.device, requires_grad=True)
-        trace = ParameterTrace(tape, RULE_BOOK, untrained.values(), anchor)
+        trace = ParameterTrace(tape, RULE_BOOK, state.constants, anchor)
         try:
-            return self._accumulate(loss_per_image, weights, trace, untrained)
+            return self._accumulate(loss_per_image, weights, trace, state)
         finally:
             # Activations point to autograd nodes, nodes to the tape and the tape to activations:
             # a cycle through C++ that the garbage collector cannot see.
@@ -151,10 +152,9 @@ class ClippedGradientSum:
         loss_per_image: Callable[[], Tensor],
         weights: Tensor | None,
         trace: ParameterTrace,
-        untrained: dict[str, Tensor],
+        state: ModelState,
     ) -> PerImage:
         tape = trace.tape
-        versions = {name: (id(each), each._version) for name, each in untrained.items()}
         device = self.flat_sum.device.type
         with _unruled_gradients_raise(tape), torch.enable_grad():
             with trace:
@@ -163,7 +163,7 @@ class ClippedGradientSum:
             if trace.is_trained(losses_M):  # computed from parameters and constants alone
                 losses_M = lift(trace, "loss", losses_M, 1, len(losses_M))
             weights_M = self._checked_weights(losses_M, weights)
-            self._check_unchanged(versions)
+            state.check_unchanged()
             tape.expect_images(len(losses_M))
             is_wanted_M = torch.isfinite(losses_M.detach()) & (weights_M > 0) & (weights_M <= 1)
             with torch.autocast(device, enabled=False):
@@ -176,33 +176,6 @@ class ClippedGradientSum:
             return self._add(tape.finish(), losses_M.detach(), weights_M, is_wanted_M)
 
     # -- before ------------------------------------------------------------------------------------
-
-    def _check_parameters(self) -> None:
-        model = self._model
-        named = model.named_parameters() if isinstance(model, nn.Module) else model
-        trained = {id(each): None for _, each in named if each.requires_grad}
-        if list(trained) != [id(each) for each in self._parameters]:
-            raise ValueError(
-                "the set of trainable parameters changed since this engine was made; make a new "
-                "ClippedGradientSum after freezing, unfreezing or replacing parameters"
-            )
-
-    def _untrained(self) -> dict[str, Tensor]:
-        """Buffers and frozen parameters: the same for every image."""
-        if not isinstance(self._model, nn.Module):
-            return {name: each for name, each in self._model if not each.requires_grad}
-        frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
-        return {**frozen, **dict(self._model.named_buffers())}
-
-    def _check_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
-        after = {name: (id(each), each._version) for name, each in self._untrained().items()}
-        changed = [name for name in after if after[name] != before.get(name)]
-        if changed:
-            raise UnsupportedOperationError(
-                f"the forward changed {', '.join(map(repr, changed))}, a buffer or frozen "
-                "parameter: what it keeps of the images would be published without noise. Keep no "
-                "running statistics while training privately"
-            )
 
     def _check_losses(self, losses_M: object) -> None:
         if not isinstance(losses_M, Tensor) or not losses_M.is_floating_point():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +27,10 @@ GRAM_ERROR = 16
 """Rounding of a Gram matrix, in units of the last place of the lengths that meet in an entry."""
 
 
+PIECE_NUMBERS = 2**22
+"""On the CPU, written-out gradients of large matrices are made in pieces of so many numbers."""
+
+
 class Squares(NamedTuple):
     """Squared norms, [M], and by how much cancellation may have made them too small."""
 
@@ -39,33 +43,42 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _lowered_backends() -> list[tuple[Any, str]]:
+    """The backends whose fp32 products the user lets be rounded, with what he lets them do."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    set_to = [(backend, backend.fp32_precision) for backend in backends]
+    return [(backend, name) for backend, name in set_to if name not in ("none", "ieee")]
+
+
+_HAS_BACKEND_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch >= 2.9
+
+
+def products_are_rounded() -> bool:
+    """Whether products of fp32 matrices may be done in TF32 or bf16."""
+    if _HAS_BACKEND_PRECISION:
+        return bool(_lowered_backends())
+    return torch.get_float32_matmul_precision() != "highest"
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Matrix products of fp32 tensors in fp32, whatever the user allows his own (TF32, bf16)."""
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-        before = [backend.fp32_precision for backend in backends]
-        lowered = [
-            (backend, precision)
-            for backend, precision in zip(backends, before, strict=True)
-            if precision not in ("none", "ieee")
-        ]
-        for backend, _ in lowered:
-            backend.fp32_precision = "ieee"
+    if not _HAS_BACKEND_PRECISION:
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
-            for backend, precision in lowered:
-                backend.fp32_precision = precision
+            torch.set_float32_matmul_precision(precision)
         return
-    legacy = torch.get_float32_matmul_precision()
-    if legacy != "highest":
-        torch.set_float32_matmul_precision("highest")
+    lowered = _lowered_backends()
+    for backend, _ in lowered:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        if legacy != "highest":
-            torch.set_float32_matmul_precision(legacy)
+        for backend, precision in lowered:
+            backend.fp32_precision = precision
 
 
 def staged_squares(values: Tensor) -> Tensor:
@@ -118,6 +131,10 @@ class ImageWeights:
             kept_images = is_kept_M.nonzero().flatten()
         factors_M = torch.where(is_kept_M, factors_M, torch.zeros_like(factors_M))
         return cls(factors_M=factors_M, is_kept_M=is_kept_M, kept_images=kept_images)
+
+    def of_images(self, start: int, stop: int) -> ImageWeights:
+        """The weights of consecutive images."""
+        return ImageWeights.of(self.factors_M[start:stop], self.is_kept_M[start:stop])
 
     @property
     def keeps_none(self) -> bool:
@@ -193,7 +210,7 @@ class PerImageGradients(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FormedGradients(PerImageGradients):
-    """Gradients written out, [M, ...] with P numbers an image: for small parameters."""
+    """Gradients written out, [M, ...] with P numbers an image."""
 
     values: Tensor
 
@@ -210,6 +227,47 @@ class FormedGradients(PerImageGradients):
     def formed(self, start: int, stop: int) -> Tensor:
         """A slice."""
         return self.values[start:stop].reshape(stop - start, -1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FormedInPieces(PerImageGradients):
+    """Gradients of a large matrix, written out a few images at a time.
+
+    Pieces find room in memory that the backward has just freed, where one large block would be
+    fetched from the system anew; and their norm is taken while they are still in the cache.
+
+    Args:
+        pieces: gradients of consecutive images.
+        squares_M: their squared norms.
+    """
+
+    pieces: tuple[FormedGradients, ...]
+    squares_M: Tensor
+
+    @classmethod
+    def of(cls, pieces: Iterable[Tensor]) -> FormedInPieces:
+        """Norms are taken as the pieces are made."""
+        formed, squares = [], []
+        for values in pieces:
+            formed.append(FormedGradients(values=values))
+            squares.append(staged_squares(values))
+        return cls(pieces=tuple(formed), squares_M=torch.cat(squares))
+
+    def squared_norms(self) -> Squares:
+        """As found when the pieces were made."""
+        return Squares(self.squares_M)
+
+    def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
+        """One matrix-vector product a piece."""
+        start = 0
+        for piece in self.pieces:
+            stop = start + len(piece.values)
+            piece.add_weighted_sum(weights.of_images(start, stop), total_P)
+            start = stop
+
+    def formed(self, start: int, stop: int) -> Tensor:
+        """The pieces together."""
+        return torch.cat([piece.values for piece in self.pieces])[start:stop].flatten(1)
 
 
 def _sum_of(products_MTT: Tensor) -> Squares:
@@ -237,11 +295,20 @@ class OuterProducts(PerImageGradients):
 
     def settled(self, costs: NormCosts) -> PerImageGradients:
         """Written out where that is cheaper than Gram matrices."""
-        num_images, num_positions, num_inputs = self.inputs_MTI.shape
+        _, num_positions, num_inputs = self.inputs_MTI.shape
         num_outputs = self.output_gradients_MTO.shape[2]
         if costs.prefers_direct(num_positions, num_inputs, num_outputs):
-            return FormedGradients(values=self._formed(0, num_images))
+            return FormedInPieces.of(self._pieces())
         return self
+
+    def _pieces(self) -> Iterator[Tensor]:
+        num_images, _, num_inputs = self.inputs_MTI.shape
+        images_at_once = num_images
+        if self.inputs_MTI.device.type == "cpu":
+            numbers = num_inputs * self.output_gradients_MTO.shape[2]
+            images_at_once = max(1, PIECE_NUMBERS // numbers)
+        for start in range(0, num_images, images_at_once):
+            yield self._formed(start, min(start + images_at_once, num_images))
 
     def squared_norms(self) -> Squares:
         """sum over positions t, u of (a_t . a_u)(g_t . g_u)."""
