@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pipeline import recipe
+from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareConfig, prepare
 from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
 from pipeline.privacy.mechanism import Mechanism
@@ -61,8 +63,19 @@ def public_set(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def private_set(tmp_path_factory: pytest.TempPathFactory) -> str:
+def prepared_private_set(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_dataset(tmp_path_factory.mktemp("private"), "private", seed=2)
+
+
+@pytest.fixture
+def private_set(prepared_private_set: str, tmp_path: Path) -> str:
+    """The private set of one test, with a ledger of its own."""
+    folder = tmp_path / "private-set"
+    shutil.copytree(prepared_private_set, folder)
+    manifest = DatasetManifest.load(Location(str(folder)))
+    own = manifest.model_copy(update={"ledger_home": str(tmp_path / "domains")})
+    own.save(Location(str(folder)))
+    return str(folder)
 
 
 def make_phase(kind: str, **changes: Any) -> recipe.Phase:

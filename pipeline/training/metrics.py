@@ -50,7 +50,10 @@ def two_digits(value: float) -> float:
 
 
 class TensorBoardLog:
-    """Public metrics as TensorBoard scalars, on local storage only."""
+    """Public metrics as TensorBoard scalars, on local storage only.
+
+    Times are left out (the step stands in their place): exact durations are private.
+    """
 
     def __init__(self, folder: Location) -> None:
         self._writer = SummaryWriter(str(folder.local_path)) if folder.is_local else None
@@ -61,7 +64,7 @@ class TensorBoardLog:
             return
         for name, value in asdict(metrics).items():
             if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, metrics.step)
+                self._writer.add_scalar(name, value, metrics.step, walltime=metrics.step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -85,6 +88,7 @@ class PrivateLog:
         self._stream = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
             path = folder / f"{name}.jsonl"
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.fchmod(descriptor, 0o600)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from pipeline import recipe
-from pipeline.data.shards import ShardStore
+from pipeline.data.shards import ShardStore, StorageFault
 from pipeline.data.stream import DeliveryError, StreamConfig, Unit
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.models.sizes import model_size
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.keys import AttemptKey
-from pipeline.privacy.ledger import Attempt, Ledger, ReserveExhausted
+from pipeline.privacy.ledger import Attempt, Ledger, LedgerHead, ReserveExhausted
 from pipeline.privacy.sampling import (
     PoissonPlan,
     ShufflePlan,
@@ -81,6 +81,7 @@ class _State:
     lineage: list[dict[str, Any]] = field(default_factory=list)
     guarantee: str = "none needed (public data)"
     weights_digest: str = ""
+    ledger_head: tuple[int, str] | None = None
 
 
 def run_phase(
@@ -115,10 +116,13 @@ def run_phase(
             step=state.step, finished=state.finished, weights_digest=state.weights_digest
         )
     phase = _OpenPhase(settings, ranks, model, optimizer, state)
-    phase.start(store, open_units)
     try:
+        phase.start(store, open_units)
         while state.finished is None:
             phase.run_window(on_window)
+    except StorageFault as fault:
+        phase.private_log.write(storage_fault=str(fault), detail=fault.private_detail)
+        raise
     finally:
         phase.close()
     return PhaseOutcome(
@@ -206,12 +210,13 @@ class _OpenPhase:
         """A new key on rank 0, committed to in the ledger, then sent to the others in memory."""
         settings, mechanism = self.settings, self.settings.mechanism
         assert mechanism is not None and settings.ledger_home and settings.domain
-        secret: bytes | None = None
-        if self.is_first:
+        ledger = Ledger(settings.ledger_home, settings.domain)
+
+        def open_on_first() -> bytes:
             seed = settings.seed
             key = AttemptKey.from_os_entropy() if seed is None else AttemptKey.seeded(seed)
-            self.ledger = Ledger(settings.ledger_home, settings.domain)
-            self.attempt = self.ledger.open_attempt(
+            self._verify_ledger(ledger)
+            self.attempt = ledger.open_attempt(
                 run=settings.run,
                 phase=settings.phase.name,
                 mechanism=mechanism,
@@ -219,10 +224,20 @@ class _OpenPhase:
                 first_step=self.state.step,
                 is_seeded=key.is_seeded,
             )
-            self.attempt_number = self.attempt.number
-            secret = key.secret
-        shared = self.ranks.from_first(secret)
+            self.ledger, self.attempt_number = ledger, self.attempt.number
+            return key.secret
+
+        shared = self.ranks.from_first(self.ranks.first_does(open_on_first))
         return AttemptKey.from_bytes(shared, is_seeded=settings.seed is not None)
+
+    def _verify_ledger(self, ledger: Ledger) -> None:
+        """The ledger holds what the checkpoint saw of it, and names the weights to go on from."""
+        if self.state.ledger_head is None:
+            return
+        index, digest = self.state.ledger_head
+        ledger.verify(
+            head=LedgerHead(index=index, digest=digest), weights_digest=self.state.weights_digest
+        )
 
     def run_window(self, on_window: OnWindow) -> None:
         """Charge, run the steps up to the next checkpoint, and write it."""
@@ -230,8 +245,14 @@ class _OpenPhase:
         started = time.monotonic()
         num_steps = min(phase.checkpoint_interval, phase.steps - state.step)
         if num_steps and not self._charge(num_steps):
+            if not state.step:
+                raise ReserveExhausted(
+                    f"phase {phase.name}: its reserve was used up before the first checkpoint, so "
+                    "there is nothing to keep; start a new run (another name) with a smaller "
+                    "checkpoint_interval or more reserve_steps"
+                )
             state.finished = RESERVE_USED_UP
-            self._save(None)
+            self._save()
             return
         rate = 0.0
         for step in range(state.step, state.step + num_steps):
@@ -241,24 +262,24 @@ class _OpenPhase:
             state.finished = COMPLETE
         seconds = max(time.monotonic() - started, 1e-9)
         metrics = self._public_metrics(rate, num_steps, seconds)
-        self._save(metrics)
+        self._save()
         if metrics is not None:
             on_window(metrics)
 
     def _charge(self, num_steps: int) -> bool:
         """Pay for the next steps on rank 0; every rank learns whether it was possible."""
-        outcome: tuple[str, str] = ("charged", "")
-        if self.attempt is not None:
+        if self.settings.mechanism is None:
+            return True
+
+        def charge_on_first() -> bool:
+            assert self.attempt is not None
             try:
                 self.attempt.charge(self.state.step, num_steps)
             except ReserveExhausted:
-                outcome = ("reserve_used_up", "")
-            except Exception as error:  # every rank must stop, whatever went wrong
-                outcome = ("failed", f"{type(error).__name__}: {error}")
-        what, message = self.ranks.from_first(outcome)
-        if what == "failed":
-            raise RuntimeError(f"the ledger could not be charged, so no step runs: {message}")
-        return what == "charged"
+                return False
+            return True
+
+        return self.ranks.from_first(self.ranks.first_does(charge_on_first))
 
     def _run_step(self, step: int) -> float:
         """One logical step; returns its learning rate."""
@@ -352,11 +373,12 @@ class _OpenPhase:
             self.board.write(metrics)
         return metrics
 
-    def _save(self, metrics: PublicMetrics | None) -> None:
+    def _save(self) -> None:
         """Write the checkpoint on rank 0; the ledger names the weights before it exists."""
-        if self.is_first:
+
+        def save_on_first() -> str:
             names = list(self.model.named_parameters())
-            self.state.weights_digest = save_checkpoint(
+            digest = save_checkpoint(
                 self.folder,
                 self.model.state_dict(),
                 optimizer_tensors(self.optimizer, names),
@@ -365,7 +387,9 @@ class _OpenPhase:
             prune(self.folder)
             if self.attempt is not None and self.state.finished:
                 self.attempt.finish(self.state.finished, self.state.step)
-        self.state.weights_digest = self.ranks.from_first(self.state.weights_digest)
+            return digest
+
+        self.state.weights_digest = self.ranks.from_first(self.ranks.first_does(save_on_first))
 
     def _facts(self, weights_digest: str) -> CheckpointFacts:
         settings, mechanism, state = self.settings, self.settings.mechanism, self.state
@@ -378,8 +402,7 @@ class _OpenPhase:
             if guarantee != _NOT_PRIVATE:
                 guarantee = "differential privacy" if settings.seed is None else _NOT_PRIVATE
             own = {"domain": settings.domain, "run": settings.run, "phase": settings.phase.name}
-            if state.step:
-                lineage.append({**own, "num_steps": state.step})
+            lineage.append({**own, "num_steps": state.step})
         return CheckpointFacts(
             step=state.step,
             finished=state.finished,
@@ -441,6 +464,12 @@ def _check_manifest(settings: PhaseSettings, store: ShardStore) -> None:
             f"{settings.dataset_root} belongs to the privacy domain {manifest.domain!r}, not "
             f"{settings.domain!r}: runs over the same pictures must compose in one ledger"
         )
+    if manifest.visibility == "private" and manifest.ledger_home != settings.ledger_home:
+        raise ValueError(
+            f"{settings.dataset_root} was prepared for the ledger at {manifest.ledger_home}, not "
+            f"{settings.ledger_home}: runs over the same pictures must compose in one ledger; set "
+            "ledger_home to it"
+        )
 
 
 def _restore(
@@ -468,6 +497,7 @@ def _restore(
             lineage=[line for line in facts.lineage if not _is_own(line, settings)],
             guarantee=facts.guarantee,
             weights_digest=saved.weights_digest,
+            ledger_head=facts.ledger_head,
         )
     if settings.init_from is None:
         return _State()

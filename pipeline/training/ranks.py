@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+class FirstRankFailed(RuntimeError):
+    """Rank 0 failed at something that it does for all."""
 
 
 class Ranks:
@@ -38,10 +45,27 @@ class Ranks:
         dist.all_reduce(total)
         return total.cpu()
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.world_size > 1:
-            self.sum_int64(torch.zeros(1, dtype=torch.int64))
+    def first_does(self, action: Callable[[], T]) -> T | None:
+        """Let rank 0 do something; if it fails, every rank stops.
+
+        Returns:
+            The action's result on rank 0, None on the others.
+
+        Raises:
+            FirstRankFailed: on the other ranks; rank 0 raises what the action raised.
+        """
+        result, failure = None, None
+        if self.rank == 0:
+            try:
+                result = action()
+            except Exception as error:
+                failure = error
+        has_failed = self.from_first(failure is not None)
+        if failure is not None:
+            raise failure
+        if has_failed:
+            raise FirstRankFailed("rank 0 could not go on, so this rank stops too")
+        return result
 
 
 def choose_device(wanted: str) -> torch.device:

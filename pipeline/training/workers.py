@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,14 @@ import ray.train
 import ray.train.torch
 from ray.train.collective import broadcast_from_rank_zero
 
-from pipeline.data.stream import StreamConfig, Unit, ray_unit_iterators, units_from_iterator
+from pipeline.data.shards import StorageFault
+from pipeline.data.stream import (
+    DeliveryError,
+    StreamConfig,
+    Unit,
+    ray_unit_iterators,
+    units_from_iterator,
+)
 from pipeline.recipe import Resources
 from pipeline.storage import Location
 from pipeline.training.checkpoint import (
@@ -26,6 +34,11 @@ from pipeline.training.ranks import Ranks
 from pipeline.training.settings import PhaseSettings
 
 _POLL_SECONDS = 1.0
+_NEVER_SECONDS = 1e9
+
+# What a new attempt would only meet again, at the price of another reservation. Their messages are
+# written for people and name nothing private. (LedgerError and CheckpointError are ValueErrors.)
+_FINAL = (StorageFault, DeliveryError, ValueError)
 
 
 class PhaseFailed(RuntimeError):
@@ -37,35 +50,29 @@ def train_under_ray(
 ) -> PhaseOutcome:
     """Train a phase on the Ray cluster this process is connected to.
 
-    A failed worker group is started anew from the last checkpoint with a new attempt, at most
-    `max_failures` times.
+    A lost worker group is started anew from the last checkpoint with a new attempt, at most
+    `max_failures` times. What a new attempt would only meet again (a storage fault, a fenced or
+    full ledger, data that does not fit) is not retried: each retry costs reserve steps.
 
     Raises:
-        PhaseFailed: when the restarts are used up.
+        PhaseFailed: with the reason.
     """
-    resources = settings.phase.resources
-    trainer = ray.train.torch.TorchTrainer(
-        _train_rank,
-        train_loop_config={"settings": settings.to_json()},
-        scaling_config=_scaling(resources),
-        torch_config=ray.train.torch.TorchConfig(
-            backend="nccl" if resources.gpus_per_worker else "gloo"
-        ),
-        run_config=ray.train.RunConfig(
-            name=f"{settings.run}-{settings.phase.name}",
-            storage_path=str(Location(settings.output) / "ray"),
-            failure_config=ray.train.FailureConfig(max_failures=resources.max_failures),
-        ),
-    )
     folder = Location(settings.output)
+    failure = folder / "failure.json"
+    failure.delete()
     with _Follower(folder, on_window):
-        try:
-            trainer.fit()
-        except Exception as error:
-            raise PhaseFailed(
-                f"phase {settings.phase.name} stopped: {_root_cause(error)}. What was charged "
-                "stays charged; the same command resumes from the last checkpoint"
-            ) from None
+        for number in range(settings.phase.resources.max_failures + 1):
+            try:
+                _trainer(settings, number).fit()
+                break
+            except Exception as error:
+                reason = _reason(failure) or f"a worker was lost ({type(error).__name__})"
+                is_final = failure.exists()
+            if is_final or number == settings.phase.resources.max_failures:
+                raise PhaseFailed(
+                    f"phase {settings.phase.name} stopped: {reason}. What was charged stays "
+                    "charged; the same command resumes from the last checkpoint"
+                )
     latest = latest_checkpoint(folder)
     if latest is None:
         raise PhaseFailed(f"phase {settings.phase.name} ended without a checkpoint in {folder}")
@@ -76,6 +83,23 @@ def train_under_ray(
         step=saved.facts.step,
         finished=saved.facts.finished,
         weights_digest=saved.weights_digest,
+    )
+
+
+def _trainer(settings: PhaseSettings, number: int) -> ray.train.torch.TorchTrainer:
+    resources = settings.phase.resources
+    return ray.train.torch.TorchTrainer(
+        _train_rank,
+        train_loop_config={"settings": settings.to_json()},
+        scaling_config=_scaling(resources),
+        torch_config=ray.train.torch.TorchConfig(
+            backend="nccl" if resources.gpus_per_worker else "gloo"
+        ),
+        run_config=ray.train.RunConfig(
+            name=f"{settings.run}-{settings.phase.name}-{number}",
+            storage_path=str(Location(settings.output) / "ray"),
+            failure_config=ray.train.FailureConfig(max_failures=0),
+        ),
     )
 
 
@@ -91,7 +115,16 @@ def _train_rank(config: dict[str, Any]) -> None:
         shared = broadcast_from_rank_zero(iterators)
         return units_from_iterator(shared[ranks.rank], stream, ranks.rank)
 
-    run_phase(settings, ranks, open_units, on_window=lambda metrics: None)
+    try:
+        run_phase(settings, ranks, open_units, on_window=lambda metrics: None)
+    except _FINAL as error:
+        reason = {"reason": str(error)}
+        (Location(settings.output) / "failure.json").write_text(json.dumps(reason))
+        raise
+
+
+def _reason(failure: Location) -> str | None:
+    return json.loads(failure.read_text())["reason"] if failure.exists() else None
 
 
 def _scaling(resources: Resources) -> ray.train.ScalingConfig:
@@ -105,15 +138,10 @@ def _scaling(resources: Resources) -> ray.train.ScalingConfig:
         num_workers=workers,
         use_gpu=bool(resources.gpus_per_worker),
         resources_per_worker=per_worker,
+        # Ray's own growth stops a running group without a checkpoint, and the steps it was
+        # charged for are lost.
+        elastic_resize_monitor_interval_s=_NEVER_SECONDS,
     )
-
-
-def _root_cause(error: BaseException) -> str:
-    """The innermost error's first line: workers wrap theirs several times."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 class _Follower:

@@ -246,7 +246,7 @@ class Ledger:
                     index=state.head.index + 1,
                     previous=state.head.digest,
                     kind=kind,
-                    written_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+                    written_at=datetime.now(UTC).isoformat(timespec="minutes"),
                     body=body,
                 )
                 if self._home.create(entry.index, entry.to_bytes()):

@@ -67,7 +67,7 @@ class LedgerEntry:
         index: its place, from 0.
         previous: digest of the entry before it (64 zeros for the first).
         kind: attempt, charge, weights, finish, unprotected or budget.
-        written_at: UTC time, ISO 8601; informative only.
+        written_at: UTC time to the minute, ISO 8601; informative only.
         body: the fields of its kind (`BODY_FIELDS`), no others.
     """
 
