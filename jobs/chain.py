@@ -13,18 +13,19 @@ from functools import partial
 
 import click
 from ray.job_submission import JobSubmissionClient
-from rich.console import Console
 
 from pipeline.chain.stages import claim
+from pipeline.chain.terminal import make_console, readable
 from pipeline.cluster.jobs import Stage, follow_stage, parent_runtime_env
 
 
 @click.command()
 @click.argument("recipe")
 @click.option("--set", "overrides", multiple=True)
+@readable
 def main(recipe: str, overrides: tuple[str, ...]) -> None:
     """Run every stage of RECIPE in order."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     layout = claim(recipe, overrides, console)
     chosen = [*overrides, f"storage={layout.storage}"]
     rest = shlex.join([recipe, *(word for override in chosen for word in ("--set", override))])

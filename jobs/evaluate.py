@@ -4,18 +4,19 @@ ray job submit --working-dir . -- python jobs/evaluate.py RECIPE [--set PATH=VAL
 """
 
 import click
-from rich.console import Console
 
 from pipeline.chain.results import evaluate_stage, export_stage, report_stage
 from pipeline.chain.stages import claim
+from pipeline.chain.terminal import make_console, readable
 
 
 @click.command()
 @click.argument("recipe")
 @click.option("--set", "overrides", multiple=True)
+@readable
 def main(recipe: str, overrides: tuple[str, ...]) -> None:
     """Judge the encoder on public labelled images; write export and report."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     layout = claim(recipe, overrides, console)
     evaluate_stage(layout, console)
     export_stage(layout, console)

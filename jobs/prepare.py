@@ -4,18 +4,19 @@ ray job submit --working-dir . -- python jobs/prepare.py RECIPE [--set PATH=VALU
 """
 
 import click
-from rich.console import Console
 
 from pipeline.chain.stages import claim, prepare_stage
+from pipeline.chain.terminal import make_console, readable
 from pipeline.cluster.local import connected
 
 
 @click.command()
 @click.argument("recipe")
 @click.option("--set", "overrides", multiple=True)
+@readable
 def main(recipe: str, overrides: tuple[str, ...]) -> None:
     """Prepare every data set that is not prepared yet."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     with connected():
         prepare_stage(claim(recipe, overrides, console), console, use_ray=True)
 

@@ -4,9 +4,9 @@ ray job submit --working-dir . -- python jobs/pretrain.py RECIPE --phase NAME [-
 """
 
 import click
-from rich.console import Console
 
 from pipeline.chain.stages import claim, train_stage
+from pipeline.chain.terminal import make_console, readable
 from pipeline.cluster.local import connected
 from pipeline.training.workers import train_under_ray
 
@@ -15,9 +15,10 @@ from pipeline.training.workers import train_under_ray
 @click.argument("recipe")
 @click.option("--phase", required=True)
 @click.option("--set", "overrides", multiple=True)
+@readable
 def main(recipe: str, phase: str, overrides: tuple[str, ...]) -> None:
     """Train the phase from where it stands to its end."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     with connected():
         train_stage(claim(recipe, overrides, console), phase, console, train_under_ray)
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
-
 import click
-from rich.console import Console
 
+from pipeline.chain.terminal import make_console, readable
 from pipeline.recipe import load_recipe
 
-console = Console(highlight=False, soft_wrap=True)
+console = make_console()
 
 _set = click.option(
     "--set",
@@ -24,21 +19,6 @@ _set = click.option(
 _storage = click.option("--storage", default="storage", show_default=True, help="Where runs live.")
 
 
-def _readable(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A person's mistake gets a sentence, not a traceback (DP_PRETRAIN_TRACEBACK=1 shows it)."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (ValueError, OSError, RuntimeError) as error:
-            if os.environ.get("DP_PRETRAIN_TRACEBACK") == "1":
-                raise
-            raise click.ClickException(str(error)) from None
-
-    return run
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dp-pretrain")
 def main() -> None:
@@ -48,8 +28,13 @@ def main() -> None:
 @main.command()
 @click.argument("recipe")
 @_set
-@click.option("--images-per-second", type=float, default=1000.0, show_default=True)
-@_readable
+@click.option(
+    "--images-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1000.0,
+    show_default=True,
+)
+@readable
 def plan(recipe: str, overrides: tuple[str, ...], images_per_second: float) -> None:
     """Print every derived number of RECIPE and refuse it if it costs more than its target."""
     from pipeline.chain.console import print_plan
@@ -64,7 +49,7 @@ def plan(recipe: str, overrides: tuple[str, ...], images_per_second: float) -> N
 @main.command()
 @click.argument("recipe")
 @_set
-@_readable
+@readable
 def prepare(recipe: str, overrides: tuple[str, ...]) -> None:
     """Prepare the data sets of RECIPE and stop there."""
     from pipeline.chain.local import prepare_here
@@ -75,7 +60,7 @@ def prepare(recipe: str, overrides: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("recipe")
 @_set
-@_readable
+@readable
 def run(recipe: str, overrides: tuple[str, ...]) -> None:
     """Run all of RECIPE on this machine; the same command again resumes."""
     from pipeline.chain.local import run_here
@@ -86,7 +71,7 @@ def run(recipe: str, overrides: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("run_name", metavar="RUN")
 @_storage
-@_readable
+@readable
 def status(run_name: str, storage: str) -> None:
     """Tell what of RUN is finished."""
     from pipeline.chain.layout import open_run

@@ -14,6 +14,7 @@ from typing import Literal
 from pipeline.models.sizes import model_size, num_parameters
 from pipeline.privacy.accountant import Epsilon, calibrate_noise_multiplier, epsilon_of
 from pipeline.privacy.mechanism import Mechanism, default_delta, default_reserve_steps
+from pipeline.privacy.sampling import expected_coverage
 from pipeline.recipe import Phase, Recipe, RecipeError
 
 
@@ -122,7 +123,7 @@ def _plan_phase(
         num_steps=phase.steps,
         learning_rate=phase.optimizer.peak_learning_rate(batch_size),
         num_images=batch_size * phase.steps,
-        coverage=1 - (1 - q) ** phase.steps if phase.privacy else min(1.0, q * phase.steps),
+        coverage=expected_coverage(q, phase.steps) if phase.privacy else min(1.0, q * phase.steps),
         memory_bytes=memory_bytes(recipe, phase),
     )
     return _with_privacy(plan, phase, compare) if phase.privacy else plan
@@ -156,6 +157,11 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
         notes.append(
             f"expected_batch_size lowered from {privacy.expected_batch_size} to {plan.batch_size}: "
             f"max_sampling_probability is {privacy.max_sampling_probability}"
+        )
+    if mechanism.delta > 1e-4:
+        notes.append(
+            f"delta {mechanism.delta:.2g} is large, because N is small: a guarantee with it says "
+            "little about one of so few records"
         )
     if epsilon.value > 20:
         notes.append(f"epsilon {epsilon.value} gives next to no protection")

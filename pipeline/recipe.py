@@ -42,6 +42,31 @@ Name = Annotated[str, AfterValidator(_checked_name)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
+_CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
+
+
+def _checked_place(value: str) -> str:
+    if _CREDENTIALS.search(value):
+        raise ValueError(
+            "it holds a user and a password (not shown), which would be written into manifests; "
+            "give them by the environment, as for any tool of this storage"
+        )
+    return value
+
+
+def _checked_absolute(value: str) -> str:
+    if "://" not in value and not Path(value).expanduser().is_absolute():
+        raise ValueError(
+            f"is {value!r}: it must be an absolute path or a URI, so that every process and every "
+            "later run means the same place"
+        )
+    return _checked_place(value)
+
+
+Place = Annotated[str, AfterValidator(_checked_place)]
+AbsolutePlace = Annotated[str, AfterValidator(_checked_absolute)]
+
+
 class RecipeError(ValueError):
     """A recipe that cannot be run as written; the message names the field and the remedy."""
 
@@ -56,7 +81,7 @@ class Dataset(_Strict):
     `source` is `imagefolder:DIR`, `idx:IMAGES`, `webdataset:DIR` or `synthetic:FAMILIES?…`.
     """
 
-    source: str
+    source: Place
     visibility: Literal["public", "private"]
     domain: Name | None = None
     """Privacy domain (private sets): every run over it composes in one ledger."""
@@ -83,6 +108,11 @@ class Dataset(_Strict):
             )
         if self.splits and abs(sum(self.splits.values()) - 1) > 1e-9:
             raise ValueError(f"splits add up to {sum(self.splits.values())}: they must add up to 1")
+        if self.visibility == "private" and self.deduplicate == "none":
+            raise ValueError(
+                "deduplicate is 'none' for a private set: copies of one picture would weaken the "
+                "guarantee, whose unit is a distinct prepared image; set it to 'exact'"
+            )
         if self.source.startswith("synthetic:") and self.visibility == "private":
             raise ValueError("visibility is private for a synthetic source: it must be public")
         return self
@@ -267,12 +297,14 @@ class Recipe(_Strict):
     """The whole run."""
 
     name: Name
-    storage: str = "storage"
+    storage: Place = "storage"
     """Folder or URI below which runs, prepared data and ledgers live."""
-    ledger_home: str | None = None
-    """Where the ledgers of the privacy domains live; default `{storage}/domains`."""
-    private_storage: str | None = None
-    """Where private logs go (default: `{storage}/private` on a local disk, else nowhere)."""
+    ledger_home: AbsolutePlace | None = None
+    """Where the ledgers of the privacy domains live; default `{storage}/domains`. Runs compose
+    in one ledger only if they name the same home."""
+    private_storage: AbsolutePlace | None = None
+    """Local folder of the private logs (default: `{storage}/private` on a local disk, else
+    none)."""
     hyperparameter_search: Literal["none", "public", "unaccounted", "accounted"] = "none"
     """What the choice of these hyper-parameters looked at; printed in the statement."""
     seed: NonNegativeInt | None = None
@@ -285,6 +317,16 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         names = [phase.name for phase in self.phases]
+        taken = {"prepare", "evaluate"} & set(names)
+        if taken:
+            raise ValueError(
+                f"phases have the names {names}: {sorted(taken)} are stages of the chain"
+            )
+        if self.private_storage is not None and "://" in self.private_storage:
+            raise ValueError(
+                f"private_storage is {self.private_storage!r}: allowed is a local folder; leave it "
+                "out to keep no private log"
+            )
         if len(set(names)) != len(names):
             raise ValueError(f"phases have the names {names}: each must be different")
         for phase in self.phases:
@@ -346,15 +388,35 @@ class Recipe(_Strict):
     def digest(self) -> str:
         """SHA-256 (hex) of what decides the result.
 
-        Machines, storage and log places are left out: they may change between two calls of the
-        same run.
+        Machines, places, and what is only told or measured are left out: they may change between
+        two calls of the same run.
         """
-        content = self.model_dump(mode="json", exclude={"name", "storage", "ledger_home"})
-        del content["private_storage"]
+        content = self.model_dump(mode="json")
+        for key in _WITHOUT_EFFECT:
+            del content[key]
         for phase in content["phases"]:
-            for key in ("resources", "microbatch_size", "microbatches_per_unit"):
+            for key in _WITHOUT_EFFECT_IN_PHASE:
                 del phase[key]
+        for dataset in content["data"].values():
+            del dataset["num_records"], dataset["origin"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+_WITHOUT_EFFECT = (
+    "name",
+    "storage",
+    "ledger_home",
+    "private_storage",
+    "hyperparameter_search",
+    "evaluation",
+)
+_WITHOUT_EFFECT_IN_PHASE = (
+    "resources",
+    "microbatch_size",
+    "microbatches_per_unit",
+    "held_out",
+    "held_out_images",
+)
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "recipe") -> Recipe:

@@ -34,7 +34,7 @@ def test_derived_numbers_of_a_private_phase() -> None:
     assert plan.epsilon_without_reserve.value < plan.epsilon.value < 8
     assert plan.hours(1000) == pytest.approx(307200 / 3.6e6)
     lines = dict(plan_lines(plan, 1000))
-    assert lines["noise multiplier"] == "1.0000"
+    assert lines["noise multiplier"] == "1"
     assert f"{plan.epsilon.value} by PLD" in lines["epsilon, 190 steps"]
 
 

@@ -51,6 +51,11 @@ def test_override_addresses_list_members_by_name() -> None:
         ("phases.private.batch_size=3", "expected_batch_size"),
         ("phases.private.resources.workers=[3, 2]", "min <= max"),
         ("phases.private.optimizer.base_learning_rate=1", "exactly one of"),
+        ("data.private.deduplicate=none", "set it to 'exact'"),
+        ("data.private.source=webdataset:s3://KEY:SECRET@bucket/x", "a user and a password"),
+        ("ledger_home=ledgers", "ledger_home: is 'ledgers': it must be an absolute path"),
+        ("private_storage=s3://bucket/x", "allowed is a local folder"),
+        ("phases.private.name=evaluate", "stages of the chain"),
         ("name=Has Spaces", "name: is 'Has Spaces'"),
         ("phases", "path=value"),
         ("phases.private=3", "not the member itself"),
@@ -60,6 +65,7 @@ def test_mistakes_are_named(override: str, expected: str) -> None:
     with pytest.raises(RecipeError) as caught:
         demo(override)
     assert expected in str(caught.value)
+    assert "SECRET" not in str(caught.value)
 
 
 def test_missing_file_and_bad_yaml_are_recipe_errors(tmp_path: Path) -> None:
@@ -74,6 +80,8 @@ def test_missing_file_and_bad_yaml_are_recipe_errors(tmp_path: Path) -> None:
 def test_digest_is_of_what_decides_the_result() -> None:
     same = demo("storage=/elsewhere", "phases.private.resources.workers=2", "name=other")
     assert same.digest() == demo().digest()
+    told = ("evaluation.seed=1", "data.private.num_records=7", "hyperparameter_search=none")
+    assert demo(*told, "phases.private.held_out=").digest() == demo().digest()
     assert demo("phases.private.steps=151").digest() != demo().digest()
     assert demo("data.private.source=idx:/b").digest() != demo().digest()
 

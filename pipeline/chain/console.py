@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.data.prepare import read_summary
+from pipeline.data.prepare import SUMMARY_NAME, read_summary
 from pipeline.plan import PhasePlan
 from pipeline.storage import Location
 from pipeline.training.metrics import PublicMetrics
@@ -41,7 +40,7 @@ def plan_lines(plan: PhasePlan, images_per_second: float) -> list[tuple[str, str
         total = mechanism.num_steps + mechanism.reserve_steps
         lines += [
             ("sampling probability q", f"{mechanism.sampling_probability:.6g}"),
-            ("noise multiplier", f"{mechanism.noise_multiplier:.4f}"),
+            ("noise multiplier", f"{mechanism.noise_multiplier:.10g}"),
             ("clip (max_grad_norm)", f"{mechanism.max_grad_norm:g}"),
             ("delta", f"{mechanism.delta:.3g}"),
             (
@@ -83,7 +82,7 @@ def progress_line(phase: str, num_steps: int, metrics: PublicMetrics) -> str:
         f"{metrics.images_per_second:,.0f} images/s",
     ]
     if metrics.epsilon is not None:
-        parts.insert(1, f"epsilon {metrics.epsilon:.3f}")
+        parts.insert(1, f"epsilon {metrics.epsilon:.4f}")
     if metrics.train_loss is not None:
         parts.append(f"loss {metrics.train_loss:.4f}")
     if metrics.held_out_loss is not None:
@@ -91,19 +90,15 @@ def progress_line(phase: str, num_steps: int, metrics: PublicMetrics) -> str:
     return "  ".join(parts)
 
 
-def print_evaluation(console: Console, results: Mapping[str, Any]) -> None:
-    """The probe table."""
-    table = Table(title=str(results["title"]), title_justify="left")
-    for name in results["columns"]:
-        table.add_column(str(name))
-    for row in results["rows"]:
-        table.add_row(*(str(cell) for cell in row))
-    console.print(table)
-
-
 def print_prepared(console: Console, name: str, destination: Location) -> None:
-    """What prepare kept and left out, for the operator who runs it."""
+    """What prepare kept and left out, and why.
+
+    How many private records were left out is for the operator at this terminal; where output goes
+    to a log, which others may read, only the place of the summary is told.
+    """
     summary = read_summary(destination)
     kept = ", ".join(f"{split} {num:,}" for split, num in summary["num_records"].items())
     left = ", ".join(f"{num:,} {reason}" for reason, num in summary["left_out"].items() if num)
+    if summary["visibility"] == "private" and not console.is_terminal:
+        left = f"see {destination}/{SUMMARY_NAME} (readable by its owner)"
     console.print(f"data {name} ({summary['visibility']}): {kept}; left out: {left or 'none'}")

@@ -104,7 +104,7 @@ class RunLayout:
             image_short_side=dataset.image_short_side,
             deduplicate=dataset.deduplicate,
             exclude=tuple(self._excluded(name)),
-            other_private=self._private_sets() if dataset.domain else (),
+            other_private=self.private_sets() if dataset.domain else (),
             splits=dataset.splits,
             split_salt=dataset.split_salt,
             records_per_shard=dataset.records_per_shard,
@@ -117,7 +117,7 @@ class RunLayout:
         public = [n for n, d in self.recipe.data.items() if d.visibility == "public"]
         return [str(self.data_root(ref)) for other in public for ref in self.references(other)]
 
-    def _private_sets(self) -> tuple[str, ...]:
+    def private_sets(self) -> tuple[str, ...]:
         """Every private set prepared in this storage, whichever run made it."""
         found = [place.uri.removesuffix("/manifest.json") for place in self._manifest_files()]
         return tuple(r for r in found if DatasetManifest.load(Location(r)).is_private)
@@ -125,9 +125,8 @@ class RunLayout:
     def _manifest_files(self) -> list[Location]:
         folders = (self.storage / "data").list()
         inner = [place for folder in folders for place in folder.list()]
-        deeper = [place / "manifest.json" for place in inner if "." not in place.name]
-        named = [place for place in inner if place.name == "manifest.json"]
-        return named + [place for place in deeper if place.exists()]
+        known = [place / "manifest.json" for place in [*folders, *inner]]
+        return [place for place in known if place.exists()]
 
     def manifests(self) -> dict[str, DatasetManifest]:
         """The manifests of the data that is prepared, by reference."""
@@ -181,8 +180,12 @@ def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
             if not _is_charged(layout):
                 saved.write_text(candidate.to_yaml())
                 break
-        elif parse_recipe(saved.read_text(), origin=str(saved)).digest() == candidate.digest():
-            break
+        else:
+            before = parse_recipe(saved.read_text(), origin=str(saved))
+            if before.digest() == candidate.digest():
+                _forget_changed_results(layout, before)
+                saved.write_text(candidate.to_yaml())
+                break
         number += 1
     if number == 1:
         return layout, None
@@ -191,6 +194,17 @@ def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
         f"but not its charges (in {layout.storage}), so this run is called {name!r}; use "
         "--set name=… to choose"
     )
+
+
+def _forget_changed_results(layout: RunLayout, before: Recipe) -> None:
+    """Results that the changed parts of a recipe decide are made anew; training is not."""
+    recipe, stale = layout.recipe, []
+    if recipe.evaluation != before.evaluation:
+        stale = [layout.evaluation, layout.export / "privacy.json", layout.report]
+    if recipe.hyperparameter_search != before.hyperparameter_search:
+        stale += [layout.export / "privacy.json", layout.report]
+    for marker in stale:
+        marker.delete()
 
 
 def _is_charged(layout: RunLayout) -> bool:

@@ -24,7 +24,7 @@ from pipeline.plan import logical_batch_size
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.sampling import record_uniforms
 from pipeline.privacy.statement import LineageStep, build_statement, statement_text
-from pipeline.recipe import Phase
+from pipeline.recipe import Phase, Recipe
 from pipeline.report.card import model_card
 from pipeline.report.facts import (
     MetricPoint,
@@ -47,12 +47,7 @@ def evaluate_stage(layout: RunLayout, console: Console) -> None:
         return
     if not layout.evaluation.exists():
         models = {name: _model(layout, saved) for name, saved in _judged(layout).items()}
-        private = [
-            ShardStore(str(layout.data_root(reference)))
-            for name, dataset in layout.recipe.data.items()
-            if dataset.visibility == "private"
-            for reference in layout.references(name)
-        ]
+        private = [ShardStore(root) for root in layout.private_sets()]
         results = evaluate_encoders(
             models,
             probe_store=ShardStore(str(layout.data_root(evaluation.train))),
@@ -128,11 +123,14 @@ def export_stage(layout: RunLayout, console: Console) -> None:
         console.print(_claim(statement), style="bold")
 
 
-_PUBLIC_ONLY = "# Privacy statement\n\nTrained on public data only; no private record was read.\n"
+_NO_LINEAGE = (
+    "# Privacy statement\n\nNo private record shaped these weights. What other phases of the run "
+    "spent, if any, is in the ledger of their privacy domain.\n"
+)
 
 
 def _statement_text(statements: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(statement_text(each) for each in statements) or _PUBLIC_ONLY
+    return "\n".join(statement_text(each) for each in statements) or _NO_LINEAGE
 
 
 def _claim(statement: Mapping[str, Any]) -> str:
@@ -155,7 +153,7 @@ def _statements(
 ) -> list[dict[str, Any]]:
     """One statement for each privacy domain that shaped the weights."""
     public = [
-        f"{name}: {manifest.origin or manifest.source} ({manifest.num_records:,} images)"
+        f"{name}: {manifest.origin or _kind(manifest.source)} ({manifest.num_records:,} images)"
         for name, manifest in layout.manifests().items()
         if manifest.visibility == "public"
     ]
@@ -234,9 +232,23 @@ def _report_inputs(
         evaluation=read_evaluation(layout),
         pictures=None,
         statement_markdown=_statement_text(statements),
-        recipe_yaml=recipe.to_yaml(),
-        export=str(layout.export),
+        recipe_yaml=_published(recipe).to_yaml(),
     )
+
+
+def _kind(source: str) -> str:
+    """What a source is, without where it lies; a synthetic one is public in full."""
+    return source if source.startswith("synthetic:") else f"{source.partition(':')[0]} images"
+
+
+def _published(recipe: Recipe) -> Recipe:
+    """The recipe as a report may show it: without the operator's places."""
+    data = {
+        name: dataset.model_copy(update={"source": _kind(dataset.source)})
+        for name, dataset in recipe.data.items()
+    }
+    hidden = {"data": data, "storage": "(not shown)", "ledger_home": None, "private_storage": None}
+    return recipe.model_copy(update=hidden)
 
 
 def _phase_facts(layout: RunLayout, phase: Phase) -> PhaseFacts:

@@ -18,9 +18,14 @@ from pipeline.chain.console import print_prepared, progress_line
 from pipeline.chain.layout import RunLayout, claim_run
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareProgress, prepare
+from pipeline.data.shards import StorageFault
 from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
 from pipeline.plan import PhasePlan, plan_recipe
+from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.mechanism import Mechanism
 from pipeline.recipe import Recipe, load_recipe
+from pipeline.storage import Location
+from pipeline.training.checkpoint import read_facts
 from pipeline.training.metrics import PublicMetrics
 from pipeline.training.phase import PhaseOutcome, run_phase
 from pipeline.training.ranks import Ranks, choose_device
@@ -80,13 +85,18 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
     data = layout.recipe.data
     for name in sorted(data, key=lambda name: data[name].visibility == "private"):
         destination = layout.dataset(name)
-        with _preparing(console, name) as show:
-            prepare(
-                layout.prepare_config(name),
-                destination,
-                show,
-                executor="ray" if use_ray else "threads",
-            )
+        try:
+            with _preparing(console, name) as show:
+                prepare(
+                    layout.prepare_config(name),
+                    destination,
+                    show,
+                    executor="ray" if use_ray else "threads",
+                )
+        except StorageFault as fault:
+            if data[name].visibility == "public":
+                raise StorageFault(f"{fault}: {fault.private_detail}") from None
+            raise
         print_prepared(console, name, destination)
 
 
@@ -130,21 +140,40 @@ def phase_settings(layout: RunLayout, name: str) -> PhaseSettings:
     manifest = DatasetManifest.load(root)
     plan = next(plan for plan in plan_stage(layout) if plan.name == name)
     is_private = phase.kind == "private"
+    domain = manifest.domain or f"public-{phase.data}" if is_private else None
     return PhaseSettings(
         run=recipe.name,
         phase=phase,
         model=recipe.model,
         recipe_digest=recipe.digest(),
-        mechanism=plan.mechanism,
+        mechanism=_promised(layout, name, domain, plan.mechanism),
         dataset_root=str(root),
         held_out_root=str(layout.data_root(phase.held_out)) if phase.held_out else None,
         output=str(layout.phase(name)),
         init_from=_init_from(layout, name),
         ledger_home=layout.ledger_home if is_private else None,
-        domain=manifest.domain or f"public-{phase.data}" if is_private else None,
+        domain=domain,
         private_log=layout.private_log if is_private else None,
         seed=recipe.seed,
     )
+
+
+def _promised(
+    layout: RunLayout, phase: str, domain: str | None, planned: Mechanism | None
+) -> Mechanism | None:
+    """The mechanism that the ledger knows for a phase under way, else the planned one.
+
+    A newer accounting library may calibrate the last digit of the noise differently; a phase keeps
+    the noise it began with. Any other difference is left for the ledger to refuse.
+    """
+    if planned is None or domain is None:
+        return None
+    for account in Ledger(layout.ledger_home, domain).accounts():
+        if (account.run, account.phase) == (layout.recipe.name, phase):
+            begun = account.mechanism
+            if begun == planned.with_noise(begun.noise_multiplier):
+                return begun
+    return planned
 
 
 def _init_from(layout: RunLayout, name: str) -> str | None:
@@ -154,7 +183,10 @@ def _init_from(layout: RunLayout, name: str) -> str | None:
     if init == "fresh" or (init == "previous" and position == 0):
         return None
     if init != "previous":
-        return init
+        chosen = Location(init)
+        if not read_facts(chosen).finished:
+            raise ValueError(f"phases.{name}.init is {init!r}: that phase is not finished yet")
+        return str(chosen)
     before = layout.finished_phase(names[position - 1])
     if before is None:
         raise ValueError(f"phase {name} starts from {names[position - 1]}, which is not finished")

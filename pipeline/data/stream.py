@@ -265,7 +265,14 @@ def _thread_pool_units(
     def first() -> Unit:
         unit, chunks = waiting.popleft()
         for chunk in chunks:
-            chunk.result()
+            try:
+                chunk.result()
+            except StorageFault:
+                raise
+            except Exception as error:  # its text may tell what it was about
+                raise StorageFault(
+                    "a data task failed", f"{type(error).__name__}: {error}"
+                ) from None
         return unit
 
     try:

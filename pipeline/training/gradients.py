@@ -55,7 +55,8 @@ class PrivateGradients:
         ValueError: if sampler, clipping, noise or divisor differ from the mechanism.
 
     Guarantees:
-        1. What it uses is what the mechanism promises (test_no_second_truth_in_training).
+        1. Sampler and clipper are what the mechanism promises, noise and divisor are taken from it,
+           and what the release says it drew is compared with it (test_no_second_truth_in_training).
         2. Losses, norms and factors reach the private log only (test_nothing_private_is_shown).
     """
 

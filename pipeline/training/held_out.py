@@ -54,4 +54,4 @@ class HeldOutLoss:
             )
             images = normalise_images(torch.from_numpy(self._images[rows]).to(device))
             total += float(model(images, torch.from_numpy(uniforms).to(device)).sum())
-        return total / len(self._ids)
+        return total / len(self._ids) if len(self._ids) else None

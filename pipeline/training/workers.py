@@ -134,14 +134,15 @@ def _scaling(resources: Resources) -> ray.train.ScalingConfig:
     per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker or 1}
     if resources.gpus_per_worker:
         per_worker["GPU"] = resources.gpus_per_worker
-    return ray.train.ScalingConfig(
-        num_workers=workers,
-        use_gpu=bool(resources.gpus_per_worker),
-        resources_per_worker=per_worker,
+    fields: dict[str, Any] = {
+        "num_workers": workers,
+        "use_gpu": bool(resources.gpus_per_worker),
+        "resources_per_worker": per_worker,
         # Ray's own growth stops a running group without a checkpoint, and the steps it was
         # charged for are lost.
-        elastic_resize_monitor_interval_s=_NEVER_SECONDS,
-    )
+        "elastic_resize_monitor_interval_s": _NEVER_SECONDS,
+    }
+    return ray.train.ScalingConfig(**fields)
 
 
 class _Follower:

@@ -102,9 +102,10 @@ def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
     code, output = dp_pretrain("run", recipe)
     assert code == 0, output
     run = tmp_path / "storage" / "runs" / "small"
+    html = (run / "report.html").read_text()
+    assert html.startswith("<!") and str(tmp_path) not in html, "the report tells no place"
     for part in ("epsilon", "linear probe", "raw pixels", "Report:", str(run / "report.html")):
         assert part in output
-    assert (run / "report.html").read_text().startswith("<!")
 
     encoder = timm.create_model(f"local-dir:{run / 'export'}", pretrained=True).eval()
     assert encoder(torch.zeros(1, 3, 16, 16)).shape == (1, 16)
@@ -123,6 +124,10 @@ def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
     assert len(ledger.entries()) == entries
     code, output = dp_pretrain("status", "small", "--storage", tmp_path / "storage")
     assert code == 0 and "done (complete), step 8 of 8; 8 steps charged" in output
+
+    code, output = dp_pretrain("run", recipe, "--set", "evaluation.seed=1")
+    assert code == 0 and "warmup: done" in output and "seed 1" in output
+    assert {account.num_charged_steps for account in ledger.verify().phases} == {8}
 
     code, output = dp_pretrain("run", recipe, "--set", "phases.private.steps=4")
     assert code == 0 and "this run is called 'small-2'" in output
