@@ -2,7 +2,7 @@
 """Clipped per-image gradient sums in one forward and one backward.
 
 The forward runs under a watch (`tracing.py`) that sends every use of a trainable parameter to a
-rule (`layer_rules.py`). The single backward computes input gradients only; each rule leaves behind
+rule (`layer_rules`). The single backward computes input gradients only; each rule leaves behind
 what determines its per-image weight gradients (`tape.py`, `per_image.py`). From these come the norm
 of every image's whole gradient, the clip factors, and then the weighted sum: one matrix product a
 layer, straight into one flat buffer.

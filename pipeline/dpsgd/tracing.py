@@ -5,7 +5,7 @@ Every torch call of the forward passes through `ParameterTrace`:
 - it touches no trainable parameter: done as it is;
 - it computes with parameters and constants alone (a reshape, an indexed table, a joined bias): done
   as it is; the result is a *computed tensor*, treated like a parameter from then on;
-- it brings images and parameters together: a rule of `layer_rules.py` does it in a way that leaves
+- it brings images and parameters together: a rule of `layer_rules` does it in a way that leaves
   per-image gradients, or it is refused by name.
 
 A constant is a buffer or frozen parameter of the module, or made from constants. Calling an image a
