@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.dpsgd.clipping import MARGIN, Clipping
+from pipeline.dpsgd.independence import IndependenceCheck
 from pipeline.dpsgd.layer_rules import RULE_BOOK, lift
 from pipeline.dpsgd.layout import ParameterLayout, Trainable, trainable_parameters
 from pipeline.dpsgd.model_state import ModelState
@@ -103,8 +105,7 @@ class ClippedGradientSum:
         self._model = model
         self._parameters = tuple(trainable_parameters(model).values())
         self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte)
-        self._checks_independence = checks_independence
-        self._checked: set[tuple[object, ...]] = set()
+        self._independence = IndependenceCheck() if checks_independence else None
         first = self._parameters[0]
         self.flat_sum = torch.zeros(
             self.layout.num_coordinates,
@@ -141,6 +142,10 @@ class ClippedGradientSum:
         trace = ParameterTrace(tape, RULE_BOOK, state.constants, anchor)
         try:
             return self._accumulate(loss_per_image, weights, trace, state)
+        except UnsupportedOperationError:
+            if self._independence is not None:
+                self._independence.forget_silent()
+            raise
         finally:
             # Activations point to autograd nodes, nodes to the tape and the tape to activations:
             # a cycle through C++ that the garbage collector cannot see.
@@ -167,8 +172,8 @@ class ClippedGradientSum:
             tape.expect_images(len(losses_M))
             is_wanted_M = torch.isfinite(losses_M.detach()) & (weights_M > 0) & (weights_M <= 1)
             with torch.autocast(device, enabled=False):
-                if self._checks_independence:
-                    self._check_independence(losses_M, trace)
+                if self._independence is not None:
+                    self._independence.check(tape, losses_M, partial(_probe, trace, losses_M))
                 tape.begin_backward()
                 with trace:
                     _run_backward(losses_M, is_wanted_M.to(losses_M.dtype), keeps_graph=False)
@@ -206,24 +211,6 @@ class ClippedGradientSum:
         if weights.device.type == "cpu" and not bool(((weights >= 0) & (weights <= 1)).all()):
             raise ValueError("weights must lie in [0, 1]: a larger one would exceed the clip norm")
         return weights.to(losses_M.device, self.flat_sum.dtype, non_blocking=True)
-
-    def _check_independence(self, losses_M: Tensor, trace: ParameterTrace) -> None:
-        """With gradient 0 for half of the losses, nothing may arrive in those images' rows.
-
-        Which half follows the Thue-Morse sequence, which no regular stride leaves unmixed.
-        """
-        tape, num_images = trace.tape, len(losses_M)
-        signature = tape.signature()
-        if signature in self._checked:
-            return
-        if num_images > 1:
-            is_sink = [image.bit_count() % 2 == 1 for image in range(num_images)]
-            is_sink_M = torch.tensor(is_sink, device=losses_M.device)
-            tape.begin_probe(is_sink_M)
-            with trace:
-                _run_backward(losses_M, (~is_sink_M).to(losses_M.dtype), keeps_graph=True)
-            tape.end_probe()
-        self._checked.add(signature)
 
     # -- after -------------------------------------------------------------------------------------
 
@@ -276,6 +263,12 @@ def _run_backward(losses_M: Tensor, gradient_M: Tensor, *, keeps_graph: bool) ->
     torch.autograd.Variable._execution_engine.run_backward(
         (losses_M,), (gradient_M,), keeps_graph, False, (), True, True
     )
+
+
+def _probe(trace: ParameterTrace, losses_M: Tensor, gradient_M: Tensor) -> None:
+    """A backward before the one that counts."""
+    with trace:
+        _run_backward(losses_M, gradient_M, keeps_graph=True)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ class Site:
         targets: what it uses.
         num_rows: the length of the leading dimension of the output; a multiple of the images.
         contribute: turns the gradient of the output into per-image gradients.
+        place: its place among the sites of this forward.
         is_recomputed: whether it belongs to the second forward of a checkpointed segment, which
             only restores what the first one saved.
     """
@@ -82,11 +84,20 @@ class Site:
     targets: tuple[Target, ...]
     num_rows: int
     contribute: Contribute
+    place: int
     is_recomputed: bool
 
     def receive(self, gradient: Tensor, *saved: Tensor) -> None:
         """Called by the backward with the gradient of the output."""
         self.tape.receive(self, gradient, saved)
+
+
+class Arrival(NamedTuple):
+    """What came to a site while half of the losses, the sinks, had gradient 0."""
+
+    site: Site
+    reaches_sources: Tensor
+    reaches_sinks: Tensor
 
 
 class Stage(Enum):
@@ -117,8 +128,9 @@ class Tape:
     _num_uses: Counter[Target] = field(default_factory=Counter)
     _pending: dict[Target, list[PerImageGradients]] = field(default_factory=dict)
     _settled: dict[int, tuple[PerImageGradients, Squares]] = field(default_factory=dict)
+    arrivals: list[Arrival] = field(default_factory=list)
+    silent_places: frozenset[int] = frozenset()
     _is_sink_M: Tensor | None = None
-    _leaks: list[tuple[Site, Tensor]] = field(default_factory=list)
     _exact: Callable[[], AbstractContextManager[None]] = exact_products
 
     # -- forward -----------------------------------------------------------------------------------
@@ -137,6 +149,7 @@ class Tape:
             targets=tuple(targets),
             num_rows=num_rows,
             contribute=contribute,
+            place=len(self.sites),
             is_recomputed=self.stage is not Stage.FORWARD,
         )
         if not site.is_recomputed:
@@ -154,16 +167,6 @@ class Tape:
             found = target.parameters if isinstance(target, ComputedTensor) else (target,)
             places.update(dict.fromkeys(found))
         return ", ".join(repr(self.layout.names[place]) for place in places)
-
-    def signature(self) -> tuple[object, ...]:
-        """What must be equal for two forwards to treat their images alike."""
-        return (
-            self.num_images > 1,
-            *(
-                (site.operation, self.names(site.targets), site.num_rows // self.num_images)
-                for site in self.sites
-            ),
-        )
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -184,18 +187,6 @@ class Tape:
         self.stage = Stage.PROBE
         self._is_sink_M = is_sink_M
 
-    def end_probe(self) -> None:
-        """Raise when a loss reached the rows of another image."""
-        if self._leaks and bool(torch.stack([leak for _, leak in self._leaks]).any()):
-            site = next(site for site, leak in self._leaks if bool(leak))
-            raise UnsupportedOperationError(
-                f"{site.operation} with parameter {self.names(site.targets)}: the loss of one "
-                "image depends on rows of another. Either the image dimension is not the leading "
-                "one there (put it first), or the model couples the images of a microbatch "
-                "(replace batch statistics and contrastive losses by per-image ones)"
-            )
-        self._leaks.clear()
-
     def begin_backward(self) -> None:
         """Collect from now on."""
         self.stage = Stage.BACKWARD
@@ -212,9 +203,22 @@ class Tape:
             )
         if self.stage is Stage.PROBE:
             assert self._is_sink_M is not None
-            sink_rows = gradient.reshape(self.num_images, -1)[self._is_sink_M]
-            self._leaks.append((site, ((sink_rows != 0) & torch.isfinite(sink_rows)).any()))
+            rows_MR = gradient.reshape(self.num_images, -1)
+            is_reached_M = ((rows_MR != 0) & torch.isfinite(rows_MR)).any(dim=1)
+            self.arrivals.append(
+                Arrival(
+                    site=site,
+                    reaches_sources=(is_reached_M & ~self._is_sink_M).any(),
+                    reaches_sinks=(is_reached_M & self._is_sink_M).any(),
+                )
+            )
         elif self.stage is Stage.BACKWARD:
+            if site.place in self.silent_places:
+                raise UnsupportedOperationError(
+                    f"{site.operation} with parameter {self.names(site.targets)} got a gradient "
+                    "for the first time, after the independence of the images was checked without "
+                    "it; nothing was added. It is checked at the next microbatch"
+                )
             with self._exact():
                 for target, gradients in site.contribute(gradient, saved, self.num_images):
                     self._take(target, gradients)
@@ -246,7 +250,7 @@ class Tape:
 
     def let_go(self) -> None:
         """Forget everything, so that nothing keeps the step's activations alive."""
-        for held in (self.sites, self._num_uses, self._pending, self._settled, self._leaks):
+        for held in (self.sites, self.arrivals, self._num_uses, self._pending, self._settled):
             held.clear()
 
     def _pull_back(self, computed: ComputedTensor, parts: list[PerImageGradients]) -> None:

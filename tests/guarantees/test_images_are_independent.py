@@ -108,3 +108,71 @@ def test_the_check_is_made_again_for_another_shape() -> None:
     engine.accumulate(lambda: model(torch.ones(1, 4, 6)))
     with pytest.raises(UnsupportedOperationError, match="couples"):
         engine.accumulate(lambda: model(torch.randn(2, 4, 6)))
+
+
+class Late(nn.Module):
+    """Couples its images through layers whose gradient is zero, or absent, at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 1)
+        self.uses_all = True
+        nn.init.zeros_(self.outer.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.inner(tokens)
+        hidden = hidden - hidden.mean(0)
+        if not self.uses_all:
+            return self.outer(tokens).square().mean((1, 2))
+        return self.outer(hidden).mean((1, 2)).exp()
+
+
+def test_a_coupling_hidden_behind_zero_weights_is_found_once_they_move() -> None:
+    model = Late()
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    tokens = torch.randn(4, 3, 6)
+    engine.accumulate(lambda: model(tokens))  # no gradient passes the zero weights
+    torch.nn.init.ones_(model.outer.weight)
+    with pytest.raises(UnsupportedOperationError, match="couples the images"):
+        engine.accumulate(lambda: model(tokens))
+
+
+def test_a_coupling_that_padding_cannot_show_is_found_with_the_first_images() -> None:
+    model = Coupled("contrastive")
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    engine.accumulate(lambda: model(torch.full((4, 3, 6), torch.nan)), torch.zeros(4))
+    with pytest.raises(UnsupportedOperationError, match="couples"):
+        engine.accumulate(lambda: model(torch.randn(4, 3, 6)))
+
+
+def test_a_layer_that_joins_the_loss_later_is_checked_before_it_counts() -> None:
+    model = Late()
+    torch.nn.init.ones_(model.outer.weight)
+    model.uses_all = False
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    tokens = torch.randn(4, 3, 6)
+    engine.accumulate(lambda: model(tokens))
+    before = engine.flat_sum.clone()
+    model.uses_all = True
+    for message in ("for the first time", "couples"):
+        with pytest.raises(UnsupportedOperationError, match=message):
+            engine.accumulate(lambda: model(tokens))
+    assert torch.equal(engine.flat_sum, before)
+
+
+def test_proven_once_is_checked_no_more() -> None:
+    """The extra backward is for the first microbatch, not for every one."""
+    model, inputs = small_mae(), batch(4)
+    num_backwards = 0
+    images = inputs[0].requires_grad_()
+
+    def count(gradient: Tensor) -> None:
+        nonlocal num_backwards
+        num_backwards += 1
+
+    images.register_hook(count)
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    for expected in (2, 3, 4):
+        engine.accumulate(losses_of(model, (images, *inputs[1:])))
+        assert num_backwards == expected
