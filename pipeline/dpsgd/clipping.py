@@ -39,10 +39,10 @@ def _check_positive(field: str, value: float, *, may_be_infinite: bool = False) 
         raise ValueError(f"{field} must be {allowed}, not {value}")
 
 
-def _or_zero(factors_M: Tensor, norms_M: Tensor) -> Tensor:
-    """0 where the norm is not finite, or so long that the factor is no normal number."""
-    is_usable_M = torch.isfinite(norms_M) & (factors_M >= torch.finfo(factors_M.dtype).tiny)
-    return torch.where(is_usable_M, factors_M, torch.zeros_like(factors_M))
+def _normal_or_zero(factors_M: Tensor) -> Tensor:
+    """0 for a factor that is no normal number: that of a NaN, infinite or absurdly long norm."""
+    is_normal_M = factors_M >= torch.finfo(factors_M.dtype).tiny  # False for NaN
+    return torch.where(is_normal_M, factors_M, torch.zeros_like(factors_M))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class FlatClipping:
     def factors(self, norms_M: Tensor) -> Tensor:
         """min(1, R / n) for every norm, [M]."""
         factors_M = (self.max_grad_norm * MARGIN / norms_M).clamp_max(1.0)
-        return _or_zero(factors_M, norms_M)
+        return _normal_or_zero(factors_M)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AutomaticClipping:
 
     def factors(self, norms_M: Tensor) -> Tensor:
         """R / (n + gamma) for every norm, [M]."""
-        return _or_zero(self.max_grad_norm * MARGIN / (norms_M + self.gamma), norms_M)
+        return _normal_or_zero(self.max_grad_norm * MARGIN / (norms_M + self.gamma))
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,27 @@ def scripted(model: Model, tokens: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
-    "einsum": (lambda m, x: torch.einsum("mti,oi->mto", x, m.weight), "einsum.*'weight'|'weight'"),
-    "prelu": (lambda m, x: F.prelu(x.transpose(1, 2), m.vector), "'vector'"),
-    "bilinear": (lambda m, x: F.bilinear(x, x, m.weight[None].expand(6, 6, 6)), "'weight'"),
-    "setitem": (lambda m, x: x.clone().index_put((torch.tensor([0]),), m.vector), "'vector'"),
-    "own function": (lambda m, x: OwnFunction.apply(m.inside(x), m.vector), "'vector'"),
-    "in place": (in_place, "'vector'"),
+    "einsum": (
+        lambda m, x: torch.einsum("mti,oi->mto", x, m.weight),
+        "einsum with trainable parameter 'weight'",
+    ),
+    "prelu": (
+        lambda m, x: F.prelu(x.transpose(1, 2), m.vector),
+        "prelu with trainable parameter 'vector'",
+    ),
+    "bilinear": (
+        lambda m, x: F.bilinear(x, x, m.weight[None].expand(6, 6, 6)),
+        "bilinear with trainable parameter 'weight'",
+    ),
+    "setitem": (
+        lambda m, x: x.clone().index_put((torch.tensor([0]),), m.vector),
+        "index_put with trainable parameter 'vector'",
+    ),
+    "own function": (
+        lambda m, x: OwnFunction.apply(m.inside(x), m.vector),
+        "'vector' past every rule",
+    ),
+    "in place": (in_place, "mul_ with trainable parameter 'vector': it changes the parameter"),
     "running statistics": (ema, "'statistics'"),
     "replaced buffer": (replaced_buffer, "'statistics'"),
     "batch norm": (
@@ -100,7 +115,10 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
         ),
         "use_reentrant=False",
     ),
-    "join along images": (lambda m, x: torch.cat([x, m.weight[None, :4]]), "'weight'"),
+    "join along images": (
+        lambda m, x: torch.cat([x, m.weight[None, :4]]),
+        "cat.*'weight'.*image dimension",
+    ),
     "gradient inside": (
         lambda m, x: torch.autograd.grad(m.inside(x.requires_grad_()).sum(), x)[0] * m.vector,
         "inside the loss",

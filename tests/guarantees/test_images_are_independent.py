@@ -64,7 +64,11 @@ class Coupled(nn.Module):
         self.attention = nn.Linear(6, 18)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.kind == "batch norm of the images":
+            tokens = F.batch_norm(tokens.transpose(1, 2), None, None, training=True).transpose(1, 2)
         outputs = self.linear(tokens)
+        if self.kind == "batch norm of the images":
+            return outputs.square().mean((1, 2))
         if self.kind == "batch norm":
             return self.norm(outputs.transpose(1, 2)).square().mean((1, 2))
         if self.kind == "contrastive":
@@ -81,7 +85,15 @@ class Coupled(nn.Module):
 
 @pytest.mark.parametrize("num_tokens", [4, 8])
 @pytest.mark.parametrize(
-    "kind", ["batch norm", "contrastive", "centred", "images second", "attention over images"]
+    "kind",
+    [
+        "batch norm",
+        "batch norm of the images",  # where no gradient passes: refused by name
+        "contrastive",
+        "centred",
+        "images second",
+        "attention over images",
+    ],
 )
 def test_coupled_images_are_refused(kind: str, num_tokens: int) -> None:
     model = Coupled(kind)
