@@ -116,7 +116,12 @@ def prepare(
         for name, manifest in manifests.items():
             manifest.save(roots[name])
         (destination / PARTS).delete()
-    except OSError as error:
+    except (OSError, StorageFault) as error:
+        if all(DatasetManifest.exists(root) for root in roots.values()):
+            # Another process prepared the same and cleared the working files under this one.
+            return {name: _existing(config, root) for name, root in roots.items()}
+        if isinstance(error, StorageFault):
+            raise
         raise StorageFault(
             f"prepare cannot read or write its files at {destination}"
             f" ({type(error).__name__}); check that it may be written and has room",
