@@ -125,12 +125,20 @@ def _tar_header(name: str, size: int) -> bytes:
 
 
 class TableWriter:
-    """Writes an Arrow file in batches of exactly ROWS_PER_BATCH rows and knows its SHA-256."""
+    """Writes an Arrow file in batches of exactly ROWS_PER_BATCH rows and knows its SHA-256.
+
+    On a local disk the file appears under its name when `close` returns, whole: another process
+    that prepares the same dataset can neither see nor cut off a half-written one.
+    """
 
     def __init__(self, location: Location, schema: pa.Schema) -> None:
         filesystem, path = location.filesystem()
+        self._target: Path | None = None
         if location.is_local:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._target = Path(path)
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            path = str(self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex[:8]}"))
+        self._draft = path
         self._sink = _HashingSink(filesystem.open_output_stream(path, compression=None))
         self._writer = pa.ipc.new_file(pa.PythonFile(self._sink, mode="w"), schema)
         self._schema = schema
@@ -158,6 +166,8 @@ class TableWriter:
             self._write(self._num_waiting)
         self._writer.close()
         self._sink.close_file()
+        if self._target is not None:
+            os.replace(self._draft, self._target)
         return self._sink.sha256.hexdigest()
 
 
