@@ -129,15 +129,24 @@ class TableWriter:
 
     On a local disk the file appears under its name when `close` returns, whole: another process
     that prepares the same dataset can neither see nor cut off a half-written one.
+
+    Args:
+        location: the file.
+        schema: its columns.
+        drafts: folder of the unfinished file, on the same disk; beside the file if None.
     """
 
-    def __init__(self, location: Location, schema: pa.Schema) -> None:
+    def __init__(
+        self, location: Location, schema: pa.Schema, drafts: Location | None = None
+    ) -> None:
         filesystem, path = location.filesystem()
         self._target: Path | None = None
         if location.is_local:
             self._target = Path(path)
             self._target.parent.mkdir(parents=True, exist_ok=True)
-            path = str(self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex[:8]}"))
+            folder = self._target.parent if drafts is None else drafts.local_path
+            folder.mkdir(parents=True, exist_ok=True)
+            path = str(folder / f".{self._target.name}.{uuid.uuid4().hex[:8]}")
         self._draft = path
         self._sink = _HashingSink(filesystem.open_output_stream(path, compression=None))
         self._writer = pa.ipc.new_file(pa.PythonFile(self._sink, mode="w"), schema)

@@ -63,8 +63,8 @@ def write_dataset(
     """Write one split's shards, index and side table; returns its manifest, not yet saved."""
     plans = list(_plan_shards(config, folder, parts, split))
     task = _WriteShard(config=config, folder=folder, root=root, split=split)
-    index = TableWriter(root / INDEX_NAME, INDEX_SCHEMA)
-    sources = TableWriter(root / SOURCES_NAME, SOURCES_SCHEMA)
+    index = TableWriter(root / INDEX_NAME, INDEX_SCHEMA, drafts=folder)
+    sources = TableWriter(root / SOURCES_NAME, SOURCES_SCHEMA, drafts=folder)
     shards: list[Shard] = []
     num_records = 0
     for written in run(task, plans):
