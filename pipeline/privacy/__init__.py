@@ -24,7 +24,6 @@ _HOME = {
     "expected_coverage": "sampling",
     "record_uniforms": "sampling",
     "KeyedNoise": "noise",
-    "noise_grid": "noise",
     "Attempt": "ledger",
     "BudgetExceeded": "ledger",
     "FencedError": "ledger",

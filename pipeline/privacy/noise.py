@@ -19,26 +19,6 @@ _LOW_BITS = np.uint64(2**11 - 1)
 _ANGLE_SHIFT = np.uint64(11)
 
 
-def noise_grid(noise_std: float) -> float:
-    """Returns g = 2^(floor(log2(noise_std)) - 20), the power of two that sums are rounded to.
-
-    Source: arXiv 2112.05307 (floating-point Gaussians leak through their low bits).
-    """
-    if not (math.isfinite(noise_std) and noise_std > 0):
-        raise ValueError(
-            f"noise_std must be finite and > 0, got {noise_std}; it is noise_multiplier x "
-            "max_grad_norm of the Mechanism"
-        )
-    # frexp gives noise_std = m 2^e with m in [1/2, 1): floor(log2) = e - 1, exactly.
-    exponent = math.frexp(noise_std)[1] - 1 - 20
-    if exponent < -149:
-        raise ValueError(
-            f"noise_std {noise_std} is so small that its grid 2^{exponent} is not an fp32 "
-            "number; choose a larger max_grad_norm (the learning rate can undo it)"
-        )
-    return math.ldexp(1.0, exponent)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KeyedNoise:
     """Standard normals as a pure function of (noise sub-key, step, absolute coordinate).

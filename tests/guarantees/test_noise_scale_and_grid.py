@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from pipeline.dpsgd.noise import noise_grid
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.mechanism import Mechanism
-from pipeline.privacy.noise import KeyedNoise, noise_grid
+from pipeline.privacy.noise import KeyedNoise
 
 MECHANISM = Mechanism(
     num_records=1_000,

@@ -7,8 +7,9 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from pipeline.dpsgd.noise import noise_grid
 from pipeline.privacy.keys import derive
-from pipeline.privacy.noise import CHUNK, KeyedNoise, _Scratch, noise_grid
+from pipeline.privacy.noise import CHUNK, KeyedNoise, _Scratch
 
 KEY = bytes(range(32))
 NOISE = KeyedNoise(noise_key=KEY)
