@@ -38,6 +38,9 @@ def _checked_name(value: str) -> str:
     return value
 
 
+MAX_STEPS = 1_000_000
+"""Of a phase, and of its reserve; beyond it the accountant takes minutes."""
+
 Name = Annotated[str, AfterValidator(_checked_name)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -174,9 +177,9 @@ class Privacy(_Strict):
 
     target_epsilon: PositiveFloat | None = None
     """Epsilon that this run may reach, reserve included; the noise is calibrated to it."""
-    noise_multiplier: PositiveFloat | None = None
+    noise_multiplier: Annotated[float, Field(ge=0.01, le=1e6)] | None = None
     """Noise standard deviation / max_grad_norm; with target_epsilon too: checked against it."""
-    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    delta: Annotated[float, Field(gt=0, le=0.1)] | None = None
     """Default 1/(2N)."""
     max_grad_norm: PositiveFloat = 1.0
     clipping: Literal["automatic", "flat"] = "automatic"
@@ -186,7 +189,7 @@ class Privacy(_Strict):
     """B: the mean size of a logical batch and the only divisor."""
     max_sampling_probability: Probability | None = None
     """If B/N would exceed it, B is lowered to floor(N x this); N is public, so this is too."""
-    reserve_steps: NonNegativeInt | None = None
+    reserve_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] | None = None
     """Spare steps for restarts; default max(4 x checkpoint_interval, 2 % of steps)."""
     adjacency: Literal["replace_special", "add_or_remove_one"] = "replace_special"
 
@@ -241,7 +244,7 @@ class Phase(_Strict):
     """`previous`, `fresh`, or the path of a finished phase's checkpoint."""
     reset_optimizer: Literal["none", "m", "all"] = "all"
     """What of Adam's state from the phase before is reset: nothing, its first moment m, or all."""
-    steps: PositiveInt
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     batch_size: PositiveInt | None = None
     """Logical batch of a public phase (private phases: privacy.expected_batch_size)."""
     optimizer: Optimizer
@@ -430,7 +433,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "rec
         RecipeError: naming each wrong field, its value and what is allowed.
     """
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
@@ -441,6 +444,19 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "rec
         return Recipe.model_validate(content)
     except ValidationError as error:
         raise RecipeError(_readable(error, content, origin)) from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice in one mapping is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {min(twice)!r} stands twice; keep one", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -458,14 +474,21 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override!r}: write it as path=value")
     node: Any = content
     *parents, last = path.split(".")
+    if not all((*parents, last)):
+        raise RecipeError(f"--set {override!r}: write it as path=value, as in model.size=nano")
     for depth, key in enumerate(parents):
         if isinstance(node, list):
-            node = _named(node, key, override)
+            position = _position(node, key, override)
+            # A YAML alias stands in several places: only this one is meant.
+            node[position] = dict(node[position])
+            node = node[position]
             continue
         if not isinstance(node, dict):
             raise RecipeError(f"--set {override!r}: {'.'.join(parents[:depth])} has no keys")
-        if node.get(key) is None:
-            node[key] = {}
+        below = node.get(key)
+        node[key] = {} if below is None else below
+        if isinstance(below, dict | list):
+            node[key] = below.copy()
         node = node[key]
     if isinstance(node, list):
         raise RecipeError(f"--set {override!r}: name a key of a list member, not the member itself")
@@ -479,26 +502,30 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
         node[last] = value
 
 
-def _named(members: list[Any], name: str, override: str) -> dict[str, Any]:
-    for member in members:
+def _position(members: list[Any], name: str, override: str) -> int:
+    for position, member in enumerate(members):
         if isinstance(member, dict) and member.get("name") == name:
-            return member
+            return position
     known = [member.get("name") for member in members if isinstance(member, dict)]
     raise RecipeError(f"--set {override!r}: no member is called {name!r}; known: {known}")
 
 
 def _readable(error: ValidationError, content: Any, origin: str) -> str:
-    lines = []
+    lines: list[str] = []
     for problem in error.errors(include_url=False):
         field, node = _path_of(problem["loc"], content)
         message = problem["msg"].removeprefix("Value error, ")
+        if field.endswith(".resources.workers"):  # one field, of two kinds
+            message = f"is {node!r}: allowed are 0 (this process), a number, or [min, max]"
         if problem["type"] == "extra_forbidden":
             message = "unknown key; check its spelling, or remove it"
         elif problem["type"] == "missing":
             message = "is missing; add it"
         elif not isinstance(node, dict | list) and "is " not in message.split(":")[0]:
             message = f"is {node!r}: {message}"
-        lines.append(f"  {field + ': ' if field else ''}{message}")
+        line = f"  {field + ': ' if field else ''}{message}"
+        if line not in lines:
+            lines.append(line)
     return f"{origin}: {len(lines)} problem(s)\n" + "\n".join(lines)
 
 
@@ -507,6 +534,10 @@ def _path_of(location: tuple[int | str, ...], content: Any) -> tuple[str, Any]:
     parts: list[str] = []
     node = content
     for key in location:
+        if key == "[key]":  # pydantic's own words for: the key itself, not its value
+            return ".".join(parts), parts[-1]
+        if isinstance(key, str) and not isinstance(node, dict):
+            break  # the name of one of the types that a value may have
         try:
             node = node[key]  # type: ignore[index]
         except (KeyError, IndexError, TypeError):

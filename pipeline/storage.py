@@ -11,7 +11,10 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 from pyarrow import fs
+
+_STREAM_BUFFER_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,33 @@ class Location:
 
     def exists(self) -> bool:
         """Whether a file or folder is there."""
+        if self.is_local:
+            return os.path.exists(self.local_path)
         filesystem, path = self.filesystem()
         return filesystem.get_file_info(path).type != fs.FileType.NotFound
 
+    def num_bytes(self) -> int:
+        """The file's size; 0 if it is not there."""
+        if self.is_local:  # pyarrow's own refuses names that are no UTF-8
+            return self.local_path.stat().st_size if self.local_path.exists() else 0
+        filesystem, path = self.filesystem()
+        return filesystem.get_file_info(path).size or 0
+
+    def open_stream(self, compression: str | None = None) -> pa.NativeFile:
+        """The file to be read front to back. Raises FileNotFoundError or another OSError."""
+        filesystem, path = self.filesystem()
+        if not self.is_local:
+            return filesystem.open_input_stream(
+                path, compression=compression, buffer_size=_STREAM_BUFFER_BYTES
+            )
+        file = open(path, "rb")
+        return pa.input_stream(file, compression=compression, buffer_size=_STREAM_BUFFER_BYTES)
+
     def read_bytes(self) -> bytes:
         """The whole file. Raises FileNotFoundError."""
-        filesystem, path = self.filesystem()
-        with filesystem.open_input_stream(path, compression=None) as stream:
+        if self.is_local:
+            return self.local_path.read_bytes()
+        with self.open_stream() as stream:
             return stream.read()
 
     def read_text(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from pipeline import recipe
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareConfig, prepare
-from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
+from pipeline.data.stream import DeliveryError, StreamConfig, Unit, thread_pool_units
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.storage import Location
 from pipeline.training.metrics import PublicMetrics
@@ -142,7 +142,7 @@ def settings(tmp_path: Path, public_set: str, private_set: str) -> Callable[...,
     return make
 
 
-class Crash(RuntimeError):
+class Crash(DeliveryError):
     """A planted failure."""
 
 

@@ -58,6 +58,14 @@ def test_override_addresses_list_members_by_name() -> None:
         ("phases.private.name=evaluate", "stages of the chain"),
         ("name=Has Spaces", "name: is 'Has Spaces'"),
         ("phases", "path=value"),
+        ("=3", "path=value"),
+        ("phases..steps=3", "path=value"),
+        ("phases.private.resources.workers=-1", "workers: is -1: allowed are 0"),
+        ("phases.private.steps=1000000000", "less than or equal to 1000000"),
+        ("phases.private.privacy.reserve_steps=1000000000", "less than or equal to 1000000"),
+        ("phases.private.privacy.noise_multiplier=1e-30", "greater than or equal to 0.01"),
+        ("phases.private.privacy.delta=0.9", "less than or equal to 0.1"),
+        ("data.private.splits={a/b: 1.0}", "splits.a/b: is 'a/b': allowed are lower-case"),
         ("phases.private=3", "not the member itself"),
     ],
 )
@@ -98,3 +106,31 @@ def test_unknown_keys_are_refused_at_every_depth() -> None:
         with pytest.raises(RecipeError, match="typo: unknown key"):
             parse_recipe(yaml.safe_dump(broken))
     assert "typo" not in content
+
+
+def test_a_key_that_stands_twice_is_refused() -> None:
+    text = DEMO.read_text()
+    with pytest.raises(RecipeError, match="'name' stands twice"):
+        parse_recipe(text + "\nname: other\n")
+    nested = text.replace("target_epsilon: 8", "target_epsilon: 8\n      target_epsilon: 80")
+    assert nested != text
+    with pytest.raises(RecipeError, match="'target_epsilon' stands twice"):
+        parse_recipe(nested)
+
+
+def test_an_override_changes_one_place_only() -> None:
+    """YAML aliases make two places one object; `--set` means the place that it names."""
+    optimizer = "optimizer: {learning_rate: 1.0e-3}"
+    text = f"""
+name: twins
+data: {{public: {{source: "synthetic:textures?num_images=9&size=16", visibility: public}}}}
+phases:
+  - {{name: a, kind: public, data: public, steps: 3, batch_size: 2, {optimizer}}}
+  - {{name: b, kind: public, data: public, steps: 3, batch_size: 2, {optimizer}}}
+"""
+    shared = text.replace(optimizer, optimizer.replace("{", "&shared {"), 1)
+    shared = shared[: shared.rindex("optimizer")] + "optimizer: *shared}\n"
+    assert parse_recipe(shared) == parse_recipe(text)
+    changed = parse_recipe(shared, ["phases.a.optimizer.learning_rate=0.5"])
+    rates = [phase.optimizer.learning_rate for phase in changed.phases]
+    assert rates == [0.5, 1.0e-3]

@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 
 from pipeline.data.manifest import DatasetManifest
-from pipeline.data.prepare import PrepareConfig
+from pipeline.data.prepare import PrepareConfig, has_source_changed
 from pipeline.privacy.ledger import Ledger
 from pipeline.recipe import Dataset, Recipe, RecipeError, parse_recipe
 from pipeline.storage import Location
@@ -147,6 +147,15 @@ class RunLayout:
         references = [ref for name in self.recipe.data for ref in self.references(name)]
         return all(DatasetManifest.exists(self.data_root(ref)) for ref in references)
 
+    def changed_sources(self) -> list[str]:
+        """Prepared data sets whose source's files are no longer those that were prepared."""
+        return [
+            name
+            for name in self.recipe.data
+            if all(DatasetManifest.exists(self.data_root(ref)) for ref in self.references(name))
+            and has_source_changed(self.prepare_config(name), self.dataset(name))
+        ]
+
     def is_trained(self, name: str) -> bool:
         """Whether a phase has ended."""
         return self.finished_phase(name) is not None
@@ -181,7 +190,7 @@ def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
                 saved.write_text(candidate.to_yaml())
                 break
         else:
-            before = parse_recipe(saved.read_text(), origin=str(saved))
+            before = _saved_recipe(saved)
             if before.digest() == candidate.digest():
                 _forget_changed_results(layout, before)
                 saved.write_text(candidate.to_yaml())
@@ -194,6 +203,16 @@ def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
         f"but not its charges (in {layout.storage}), so this run is called {name!r}; use "
         "--set name=… to choose"
     )
+
+
+def _saved_recipe(place: Location) -> Recipe:
+    try:
+        return parse_recipe(place.read_bytes().decode("utf-8", "replace"), origin=str(place))
+    except RecipeError as error:
+        raise RecipeError(
+            f"{error}\n  This is the recipe that the run began with; it was damaged, or written by "
+            "another version: restore it, or give the run another name (--set name=…)"
+        ) from None
 
 
 def _forget_changed_results(layout: RunLayout, before: Recipe) -> None:
@@ -232,7 +251,7 @@ def open_run(name_or_folder: str, storage: str) -> RunLayout:
             f"run {name_or_folder!r}: not found in {storage}/runs; known runs: {known}. "
             "Give --storage, or the run's folder"
         )
-    recipe = parse_recipe((folder / "recipe.yaml").read_text(), origin=str(folder / "recipe.yaml"))
+    recipe = _saved_recipe(folder / "recipe.yaml")
     base = folder.uri.removesuffix(f"/runs/{recipe.name}")
     return RunLayout(recipe.model_copy(update={"storage": base}))
 
@@ -240,6 +259,7 @@ def open_run(name_or_folder: str, storage: str) -> RunLayout:
 def _absolute_source(source: str) -> str:
     """`kind:path` with a relative path made absolute, so that every process means the same."""
     kind, _, rest = source.partition(":")
-    if kind == "synthetic" or "://" in rest:
+    if kind == "synthetic" or "://" in rest or not rest:
         return source
-    return f"{kind}:" + ",".join(str(Location(part)) for part in rest.split(","))
+    parts = rest.split(",") if kind == "idx" else [rest]
+    return f"{kind}:" + ",".join(str(Location(part)) for part in parts)

@@ -16,7 +16,11 @@ from rich.console import Console
 from pipeline.chain.layout import RunLayout
 from pipeline.data.shards import ShardStore
 from pipeline.data.views import PixelReader, read_views
-from pipeline.evaluation.evaluate import evaluate_encoders, format_results
+from pipeline.evaluation.evaluate import (
+    check_evaluation_sets,
+    evaluate_encoders,
+    format_results,
+)
 from pipeline.models.export import export_encoder
 from pipeline.models.mae import MaskedAutoencoder, reconstruction_pictures
 from pipeline.models.sizes import model_size, parameter_count
@@ -24,7 +28,7 @@ from pipeline.plan import logical_batch_size
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.sampling import record_uniforms
 from pipeline.privacy.statement import LineageStep, build_statement, statement_text
-from pipeline.recipe import Phase, Recipe
+from pipeline.recipe import Evaluation, Phase, Recipe
 from pipeline.report.card import model_card
 from pipeline.report.facts import (
     MetricPoint,
@@ -47,23 +51,35 @@ def evaluate_stage(layout: RunLayout, console: Console) -> None:
         return
     if not layout.evaluation.exists():
         models = {name: _model(layout, saved) for name, saved in _judged(layout).items()}
-        private = [ShardStore(root) for root in layout.private_sets()]
         results = evaluate_encoders(
             models,
-            probe_store=ShardStore(str(layout.data_root(evaluation.train))),
-            score_store=ShardStore(str(layout.data_root(evaluation.test))),
-            private_stores=private,
+            **_evaluation_sets(layout, evaluation),
             rules=evaluation.rules,
-            shots=evaluation.shots,
             draws=evaluation.draws,
-            seed=evaluation.seed,
-            max_images=evaluation.max_images,
             progress=lambda text: console.print(f"evaluate: {text}", style="dim"),
         )
         layout.evaluation.write_text(json.dumps(results, indent=1))
     stored = read_evaluation(layout)
     if stored is not None:
         console.print(format_results(stored))
+
+
+def check_evaluation(layout: RunLayout) -> None:
+    """Refuse sets that cannot be scored, before anything is trained. Raises ValueError."""
+    evaluation = layout.recipe.evaluation
+    if evaluation is not None and not layout.evaluation.exists():
+        check_evaluation_sets(**_evaluation_sets(layout, evaluation))
+
+
+def _evaluation_sets(layout: RunLayout, evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "probe_store": ShardStore(str(layout.data_root(evaluation.train))),
+        "score_store": ShardStore(str(layout.data_root(evaluation.test))),
+        "private_stores": [ShardStore(root) for root in layout.private_sets()],
+        "shots": evaluation.shots,
+        "seed": evaluation.seed,
+        "max_images": evaluation.max_images,
+    }
 
 
 def read_evaluation(layout: RunLayout) -> dict[str, Any] | None:

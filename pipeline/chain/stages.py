@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from pipeline.chain.console import print_prepared, progress_line
 from pipeline.chain.layout import RunLayout, claim_run
+from pipeline.chain.preflight import check_places
+from pipeline.chain.results import check_evaluation
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareProgress, prepare
 from pipeline.data.shards import StorageFault
@@ -51,8 +53,8 @@ def claim(recipe_path: str, overrides: Sequence[str], console: Console) -> RunLa
 
 
 def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
-    """Refuse an impossible plan or storage before anything is made, then find or make the run."""
-    _check_storage(recipe)
+    """Refuse what cannot work before anything is made, then find or make the run."""
+    check_places(RunLayout(recipe))
     layout = RunLayout(recipe)
     known = layout.num_records()
     if all(ref in known or _is_declared(recipe, ref) for ref in (p.data for p in recipe.phases)):
@@ -60,24 +62,19 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     claimed, note = claim_run(recipe)
     if note:
         console.print(f"note: {note}", style="yellow")
+    for name in claimed.changed_sources():
+        console.print(
+            f"note: files of data.{name}.source were added, removed, renamed or resized since it "
+            f"was prepared; this run uses the prepared copy as it is, with pictures that were "
+            f"withdrawn since. To prepare anew: delete {claimed.dataset(name)} and give the run "
+            "another name (what a ledger has charged stays charged)",
+            style="yellow",
+        )
     return claimed
 
 
 def _is_declared(recipe: Recipe, reference: str) -> bool:
     return recipe.data[reference.partition(".")[0]].num_records is not None
-
-
-def _check_storage(recipe: Recipe) -> None:
-    """Storage can be written. Raises ValueError that says what to do."""
-    probe = RunLayout(recipe).storage / ".writable"
-    try:
-        probe.write_bytes(b"")
-        probe.delete()
-    except OSError as error:
-        raise ValueError(
-            f"storage is {recipe.storage!r}: it cannot be written ({error}); give a place you may "
-            "write, as in --set storage=/path"
-        ) from None
 
 
 def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None:
@@ -98,6 +95,7 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
                 raise StorageFault(f"{fault}: {fault.private_detail}") from None
             raise
         print_prepared(console, name, destination)
+    check_evaluation(layout)
 
 
 @contextmanager

@@ -9,7 +9,9 @@ not hold what its URI says is a ValueError.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
 import re
 import urllib.parse
 import zlib
@@ -54,10 +56,16 @@ class SourceUnit:
     items: tuple[tuple[str, int | None], ...] = ()
     start: int = 0
     stop: int = 0
+    faults: tuple[tuple[str, str], ...] = ()
+    """(name, error) of what the listing already knows cannot be read."""
+    num_bytes: int = 0
+    """Size of all files behind it, so that a change of them shows."""
 
     def fingerprint(self) -> str:
         """Text that changes when the unit means other records."""
-        return json.dumps([self.name, self.items, self.start, self.stop])
+        return json.dumps(
+            [self.name, self.items, self.start, self.stop, self.faults, self.num_bytes]
+        )
 
 
 class Source(ABC):
@@ -72,6 +80,13 @@ class Source(ABC):
     @abstractmethod
     def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
         """The unit's records in order; content faults are records with `error`."""
+
+    def listing_digest(self) -> str:
+        """SHA-256 (hex) of the names and sizes of all files: differs where the source changed."""
+        digest = hashlib.sha256()
+        for unit in self.list_units():
+            digest.update(unit.fingerprint().encode() + b"\n")
+        return digest.hexdigest()
 
 
 def open_source(uri: str) -> Source:
@@ -105,12 +120,72 @@ def _suffix(name: str) -> str:
     return name.rpartition("/")[2].rpartition(".")[2].lower()
 
 
-def _files_below(root: Location) -> list[str]:
-    """Relative paths of all visible files below a folder, sorted."""
-    filesystem, path = root.filesystem()
-    infos = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    names = (info.path[len(path) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
-    return sorted(n for n in names if not any(part.startswith(".") for part in n.split("/")))
+@dataclass(frozen=True, kw_only=True)
+class _Listing:
+    """What lies below a folder, sorted: (relative path, size) of files, (path, error) of others."""
+
+    files: list[tuple[str, int]]
+    faults: list[tuple[str, str]]
+
+
+def _list_below(root: Location) -> _Listing:
+    """All visible files below a folder.
+
+    A link to a file counts as the file. A link to a folder is not followed, since it may lead back
+    to where it lies: it is a fault, and so is a folder that may not be listed.
+    """
+    if not root.is_local:
+        filesystem, path = root.filesystem()
+        infos = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+        named = [(info.path[len(path) :].lstrip("/"), info) for info in infos]
+        files = [(name, info.size or 0) for name, info in named if info.type == fs.FileType.File]
+        is_hidden = re.compile(r"(^|/)\.").search
+        return _Listing(files=sorted(f for f in files if not is_hidden(f[0])), faults=[])
+    listing = _Listing(files=[], faults=[])
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = list(os.scandir(root.local_path / folder))
+        except OSError:
+            listing.faults.append((folder, "unreadable_folder"))
+            continue
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(name)
+            elif entry.is_dir():
+                listing.faults.append((name, "linked_folder"))
+            elif entry.is_file() or entry.is_symlink():  # a broken link cannot be read, later
+                listing.files.append((name, Location(entry.path).num_bytes()))
+    listing.files.sort()
+    listing.faults.sort()
+    return listing
+
+
+def _fault_units(listing: _Listing, index: int) -> list[SourceUnit]:
+    """The listing's faults as the last unit; none where there are none."""
+    if not listing.faults:
+        return []
+    return [SourceUnit(index=index, name="not readable", faults=tuple(listing.faults))]
+
+
+def _faulty_records(unit: SourceUnit) -> Iterator[RawRecord]:
+    for name, error in unit.faults:
+        yield RawRecord(key=name, content=None, error=error)
+
+
+def _printable(name: str) -> str:
+    """A file name as text that UTF-8 can hold: bytes that are no UTF-8 become \\xNN."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _require_folder(root: Location, kind: str) -> None:
+    _require_path(root, kind)
+    if root.is_local and not root.local_path.is_dir():
+        raise ValueError(f"source={kind}:{root} is a file: give the folder that holds the files")
 
 
 def _require_path(root: Location, kind: str) -> None:
@@ -127,40 +202,58 @@ class ImageFolderSource(Source):
 
     def __init__(self, path: str) -> None:
         self.root = Location(path)
-        _require_path(self.root, "imagefolder")
-        names = [n for n in _files_below(self.root) if _suffix(n) in IMAGE_SUFFIXES]
-        if not names:
+        _require_folder(self.root, "imagefolder")
+        self._listing = _list_below(self.root)
+        self._files = [(n, size) for n, size in self._listing.files if _suffix(n) in IMAGE_SUFFIXES]
+        if not self._files:
             raise ValueError(
                 f"source=imagefolder:{self.root} holds no image file: files must end in one of"
-                f" {', '.join(IMAGE_SUFFIXES)} (any case)"
+                f" {', '.join(IMAGE_SUFFIXES)} (any case)" + _told(self._listing.faults)
             )
-        folders = sorted({name.rpartition("/")[0] for name in names} - {""})
-        self.class_names = tuple(folders) or None
-        numbers = {folder: number for number, folder in enumerate(folders)}
-        self._items = [(name, numbers.get(name.rpartition("/")[0])) for name in names]
+        folders = sorted({_folder(name) for name, _ in self._files} - {""})
+        self.class_names = tuple(_printable(folder) for folder in folders) or None
+        self._numbers = {folder: number for number, folder in enumerate(folders)}
 
     def list_units(self) -> list[SourceUnit]:
-        return [
-            SourceUnit(
-                index=index,
-                name=f"files {start}",
-                items=tuple(self._items[start : start + FILES_PER_UNIT]),
+        units: list[SourceUnit] = []
+        for start in range(0, len(self._files), FILES_PER_UNIT):
+            files = self._files[start : start + FILES_PER_UNIT]
+            units.append(
+                SourceUnit(
+                    index=len(units),
+                    name=f"files {start}",
+                    items=tuple((name, self._numbers.get(_folder(name))) for name, _ in files),
+                    num_bytes=sum(size for _, size in files),
+                )
             )
-            for index, start in enumerate(range(0, len(self._items), FILES_PER_UNIT))
-        ]
+        return units + _fault_units(self._listing, len(units))
 
     def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
         for name, label in unit.items:
+            key = _printable(name)
             try:
                 content = (self.root / name).read_bytes()
             except OSError:
-                yield RawRecord(key=name, content=None, label=label, error="unreadable_file")
+                yield RawRecord(key=key, content=None, label=label, error="unreadable_file")
                 continue
-            yield RawRecord(key=name, content=content, label=label)
+            yield RawRecord(key=key, content=content, label=label)
+        yield from _faulty_records(unit)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker reads units; the list of all files stays with whoever listed them.
-        return {"root": self.root, "class_names": self.class_names, "_items": []}
+        return {"root": self.root, "class_names": self.class_names, "_files": []}
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _told(faults: list[tuple[str, str]]) -> str:
+    """The first of the listing's faults, in words, for an error."""
+    if not faults:
+        return ""
+    name, error = faults[0]
+    return f"; left out {len(faults)}, the first {_printable(name) or 'the folder'!r} ({error})"
 
 
 class WebDatasetSource(Source):
@@ -176,39 +269,48 @@ class WebDatasetSource(Source):
         self.root = Location(path)
         _require_path(self.root, "webdataset")
         if _suffix(self.root.name) in ("tar", "tgz") or self.root.name.lower().endswith(".tar.gz"):
-            self.root, names = Location(self.root.uri.rpartition("/")[0]), [self.root.name]
+            size = self.root.num_bytes()
+            self.root, name = Location(self.root.uri.rpartition("/")[0]), self.root.name
+            self._listing = _Listing(files=[(name, size)], faults=[])
         else:
-            names = [
-                name
-                for name in _files_below(self.root)
-                if name.lower().endswith((".tar", ".tar.gz", ".tgz"))
-            ]
-        if not names:
+            _require_folder(self.root, "webdataset")
+            self._listing = _list_below(self.root)
+        self._tars = [
+            (name, size)
+            for name, size in self._listing.files
+            if name.lower().endswith((".tar", ".tar.gz", ".tgz"))
+        ]
+        if not self._tars:
             raise ValueError(
                 f"source=webdataset:{self.root} holds no tar: files must end in .tar, .tar.gz or"
-                " .tgz"
+                " .tgz" + _told(self._listing.faults)
             )
-        self._names = names
 
     def list_units(self) -> list[SourceUnit]:
-        return [SourceUnit(index=i, name=name) for i, name in enumerate(self._names)]
+        units = [
+            SourceUnit(index=i, name=name, num_bytes=size)
+            for i, (name, size) in enumerate(self._tars)
+        ]
+        return units + _fault_units(self._listing, len(units))
 
     def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
-        filesystem, path = (self.root / unit.name).filesystem()
-        compression = None if unit.name.lower().endswith(".tar") else "gzip"
+        if unit.faults:
+            yield from _faulty_records(unit)
+            return
+        tar = _printable(unit.name)
         try:
-            stream = filesystem.open_input_stream(
-                path, compression=compression, buffer_size=4 * 2**20
+            stream = (self.root / unit.name).open_stream(
+                compression=None if unit.name.lower().endswith(".tar") else "gzip"
             )
         except OSError:
-            yield RawRecord(key=unit.name, content=None, error="unreadable_file")
+            yield RawRecord(key=tar, content=None, error="unreadable_file")
             return
         with stream:
             for number, sample in enumerate(_samples(read_tar_members(stream))):
-                yield _record_of_sample(f"{unit.name}/{number}", sample)
+                yield _record_of_sample(f"{tar}/{number}", sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "class_names": self.class_names, "_names": []}
+        return {"root": self.root, "class_names": self.class_names, "_tars": []}
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -303,8 +405,15 @@ class IdxSource(Source):
         # A cut-off file: its complete images, and one fault for all that is missing.
         num_whole = len(_read_idx(self.images.uri)[1]) // pixels_per_image
         num = min(self.shape[0], num_whole + 1)
+        size = self.images.num_bytes() + (self.labels.num_bytes() if self.labels else 0)
         return [
-            SourceUnit(index=i, name=self.images.name, start=s, stop=min(num, s + ROWS_PER_UNIT))
+            SourceUnit(
+                index=i,
+                name=self.images.name,
+                start=s,
+                stop=min(num, s + ROWS_PER_UNIT),
+                num_bytes=size,
+            )
             for i, s in enumerate(range(0, num, ROWS_PER_UNIT))
         ]
 

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from pipeline.evaluation.held_out import held_out_loss
-from pipeline.evaluation.probe import few_shot, linear_probe, raw_pixel_features
+from pipeline.evaluation.probe import (
+    few_shot,
+    linear_probe,
+    probe_classes,
+    raw_pixel_features,
+)
 from pipeline.evaluation.stores import (
     ImageStore,
     assert_disjoint,
@@ -139,6 +144,27 @@ def evaluate_encoders(
     return {"probes": probes, "losses": losses, "images": used, "seed": seed}
 
 
+def check_evaluation_sets(
+    *,
+    probe_store: ImageStore,
+    score_store: ImageStore,
+    private_stores: Sequence[ImageStore],
+    shots: int,
+    seed: int = 0,
+    max_images: int | None = None,
+) -> None:
+    """Refuse, before anything is trained, sets that `evaluate_encoders` would refuse afterwards.
+
+    Args and Raises: as there.
+    """
+    _refuse_private_images((probe_store, score_store), private_stores)
+    _refuse_shared_images(probe_store, score_store)
+    fitting, scoring = (
+        store.labels(_labelled_ids(store, max_images, seed)) for store in (probe_store, score_store)
+    )
+    probe_classes(fitting, scoring, shots=max(shots, 1))
+
+
 def format_results(results: Mapping[str, Any]) -> str:
     """The table of `evaluate_encoders` as text for a terminal."""
     fitted, scored = (part["num_images"] for part in results["images"])
@@ -201,7 +227,10 @@ def _random_encoder(model: MaskedAutoencoder, seed: int) -> MaskedAutoencoder:
 def _labelled_ids(store: ImageStore, max_images: int | None, seed: int) -> npt.NDArray[np.int64]:
     labelled = np.flatnonzero(store.labels(np.arange(store.num_records)) >= 0)
     if not len(labelled):
-        raise ValueError(f"{store.manifest.name!r} has no labelled image: a probe needs labels")
+        raise ValueError(
+            f"evaluation set {store.manifest.name!r} has no labelled image: a probe needs labels "
+            f"(of an imagefolder, its sub-folders); name a labelled set, or leave `evaluation` out"
+        )
     return subset(labelled, max_images, seed)
 
 

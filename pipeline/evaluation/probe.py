@@ -109,7 +109,7 @@ def linear_probe(
            (test_test_images_choose_nothing).
     """
     train, test = _checked(train_features_NF, train_labels_N, test_features_NF, test_labels_N)
-    classes = train.classes(test)
+    classes = probe_classes(train.labels, test.labels)
     order = np.random.default_rng([seed, 0]).permutation(len(train.labels))
     held_back = order[: max(1, round(VALIDATION_SHARE * len(order)))]
     fitted_on = order[len(held_back) :] if len(order) > 4 else order
@@ -155,14 +155,8 @@ def few_shot(
     if shots < 1 or draws < 1:
         raise ValueError(f"shots is {shots}, draws {draws}: both must be at least 1")
     train, test = _checked(train_features_NF, train_labels_N, test_features_NF, test_labels_N)
-    classes = train.classes(test)
+    classes = probe_classes(train.labels, test.labels, shots=shots)
     members = [np.flatnonzero(train.labels == label) for label in classes]
-    scarcest = min(len(ids) for ids in members)
-    if scarcest < shots:
-        raise ValueError(
-            f"shots is {shots}, but a class has only {scarcest} labelled images: use fewer shots "
-            f"or more labelled images"
-        )
     accuracies = []
     for draw in range(draws):
         random = np.random.default_rng([seed, 1, draw])
@@ -180,6 +174,32 @@ def few_shot(
         seed=seed,
         rule=rule,
     )
+
+
+def probe_classes(
+    train_labels_N: npt.NDArray[np.int64], test_labels_N: npt.NDArray[np.int64], *, shots: int = 1
+) -> npt.NDArray[np.int64]:
+    """The classes of the fitting images, in order.
+
+    Args:
+        shots: Images that every class must have.
+    Raises:
+        ValueError: fewer than two classes, a class with fewer than `shots` images, or no image to
+            score.
+    """
+    classes, counts = np.unique(train_labels_N, return_counts=True)
+    if len(classes) < 2:
+        raise ValueError(
+            f"labels have {len(classes)} class(es): a probe needs two or more; give a labelled set"
+        )
+    if not len(test_labels_N):
+        raise ValueError("test_labels has no image: give labelled images to score")
+    if counts.min() < shots:
+        raise ValueError(
+            f"shots is {shots}, but a class has only {counts.min()} labelled images: use fewer "
+            f"shots or more labelled images"
+        )
+    return classes
 
 
 def raw_pixel_features(images_N3HW: Tensor) -> tuple[Tensor, str]:
@@ -209,18 +229,6 @@ class _Labelled:
 
     def rows(self, ids: npt.NDArray[np.int64]) -> _Labelled:
         return _Labelled(self.features[torch.from_numpy(ids)], self.labels[ids])
-
-    def classes(self, test: _Labelled) -> npt.NDArray[np.int64]:
-        """Classes of the fitting images, in order."""
-        classes = np.unique(self.labels)
-        if len(classes) < 2:
-            raise ValueError(
-                f"labels have {len(classes)} class(es): a probe needs two or more; give a labelled "
-                f"set"
-            )
-        if not len(test.labels):
-            raise ValueError("test_labels has no image: give labelled images to score")
-        return classes
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 _HOME = {
     "Adjacency": "mechanism",
+    "BrokenPromise": "mechanism",
     "Mechanism": "mechanism",
     "default_delta": "mechanism",
     "default_reserve_steps": "mechanism",

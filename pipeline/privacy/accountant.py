@@ -22,6 +22,7 @@ NOISE_MULTIPLIER_DECIMALS = 4
 PLD_INTERVAL = 1e-4
 MAX_TARGET_EPSILON = 1000.0
 MIN_TARGET_EPSILON = 0.001
+_NO_PROMISE = 1e9
 _MAX_STEP_LOSS = 2000.0
 _MAX_EVALUATIONS = 60
 _RDP_SLACK_PER_STEP = 1e-14
@@ -259,8 +260,8 @@ def _from_units(units: int) -> float:
 
 
 def _round_up(epsilon: float) -> float:
-    """Returns `epsilon` rounded up to four decimals, at least 0.0001."""
-    if epsilon == math.inf:
+    """Returns `epsilon` rounded up to four decimals, at least 0.0001; inf where it is absurd."""
+    if epsilon > _NO_PROMISE:
         return math.inf
     step = Decimal("0.0001")
     return float(max(Decimal(epsilon).quantize(step, rounding=ROUND_CEILING), step))

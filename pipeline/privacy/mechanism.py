@@ -21,6 +21,10 @@ _GROUP_PREFIX = "group_of_"
 _MAX_GROUP = 64
 
 
+class BrokenPromise(ValueError):
+    """What a phase is about to use, or has released, is not what its mechanism says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """What a private phase promises: num_steps Poisson-subsampled Gaussian sums.
@@ -204,9 +208,12 @@ class Mechanism:
             sensitivity: what the clipper states.
             noise_std: the standard deviation the release will draw.
             divisor: what the noisy sum will be divided by.
+
+        Raises:
+            BrokenPromise: naming the first number that differs.
         """
         if not isinstance(plan, PoissonPlan):
-            raise ValueError(
+            raise BrokenPromise(
                 f"plan is a {type(plan).__name__}; allowed is the PoissonPlan of `plan`"
             )
         found = {
@@ -218,7 +225,10 @@ class Mechanism:
         if self.num_records is not None:
             found["num_records"] = (plan.num_records, self.num_records)
         for name, (used, promised) in found.items():
-            _require(used == promised, name, used, f"{promised}, as the mechanism promises")
+            if used != promised:
+                raise BrokenPromise(
+                    f"{name} is {used}; it must be {promised}, as the mechanism promises"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the public record of all fields (N is None under add_or_remove_one)."""

@@ -117,7 +117,10 @@ def load_checkpoint(location: Location) -> Checkpoint:
         try:
             contents[name] = (location / name).read_bytes()
         except FileNotFoundError:
-            raise CheckpointError(f"{location / name}: is missing; use an older one") from None
+            raise CheckpointError(
+                f"{location / name}: is missing; delete this checkpoint folder to resume from the "
+                "one before"
+            ) from None
         if digest_of(contents[name]) != digest:
             raise CheckpointError(
                 f"{location / name}: differs from the digest in {_MANIFEST}; the file was altered "
@@ -156,4 +159,7 @@ def _parse(location: Location) -> tuple[dict[str, str], CheckpointFacts]:
     except FileNotFoundError:
         raise CheckpointError(f"{location}: there is no finished checkpoint here") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{location / _MANIFEST}: is damaged: {error!r}") from None
+        raise CheckpointError(
+            f"{location / _MANIFEST}: is damaged ({error!r}); delete this checkpoint folder to "
+            "resume from the one before"
+        ) from None

@@ -23,6 +23,7 @@ from pipeline.dpsgd.release import (
 )
 from pipeline.models.mae import MaskedAutoencoder
 from pipeline.privacy.keys import AttemptKey
+from pipeline.privacy.mechanism import BrokenPromise
 from pipeline.privacy.noise import KeyedNoise
 from pipeline.privacy.sampling import PoissonPlan
 from pipeline.training.metrics import PrivateLog
@@ -110,7 +111,7 @@ class PrivateGradients:
         )
         promised = self._mechanism.noise_std / self._mechanism.expected_batch_size
         if released.noise_std_per_coordinate != promised:
-            raise RuntimeError(
+            raise BrokenPromise(
                 f"step {step}: the release does not carry the noise that the mechanism promises"
             )
         self._log.end_step(step, self._mechanism.max_grad_norm)

@@ -7,7 +7,9 @@ clipped sum -> one released gradient -> optimizer. The ledger is charged before 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,11 +20,13 @@ import torch
 from pipeline import recipe
 from pipeline.data.shards import ShardStore, StorageFault
 from pipeline.data.stream import DeliveryError, StreamConfig, Unit
+from pipeline.dpsgd import UnsupportedOperationError
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.models.sizes import model_size
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.keys import AttemptKey
-from pipeline.privacy.ledger import Attempt, Ledger, LedgerHead, ReserveExhausted
+from pipeline.privacy.ledger import Attempt, Ledger, LedgerError, LedgerHead, ReserveExhausted
+from pipeline.privacy.mechanism import BrokenPromise
 from pipeline.privacy.sampling import (
     PoissonPlan,
     ShufflePlan,
@@ -31,6 +35,7 @@ from pipeline.privacy.sampling import (
 )
 from pipeline.storage import Location
 from pipeline.training.checkpoint import (
+    CheckpointError,
     CheckpointFacts,
     latest_checkpoint,
     load_checkpoint,
@@ -51,7 +56,7 @@ from pipeline.training.optimizers import (
     restore_optimizer,
     set_rate,
 )
-from pipeline.training.ranks import Ranks
+from pipeline.training.ranks import FirstRankFailed, Ranks
 from pipeline.training.settings import PhaseSettings
 
 OpenUnits = Callable[[StreamConfig], Iterator[Unit]]
@@ -104,6 +109,8 @@ def run_phase(
         2. A phase ends at step T, or earlier and validly when its reserve is used up
            (test_reserve_exhausted_ends_early).
         3. Every step's images are exactly the plan's, once each (test_exact_delivery).
+        4. A failure of a private phase shows only words written for all
+           (test_nothing_private_is_shown).
     """
     store = ShardStore(settings.dataset_root)
     _check_manifest(settings, store)
@@ -123,11 +130,39 @@ def run_phase(
     except StorageFault as fault:
         phase.private_log.write(storage_fault=str(fault), detail=fault.private_detail)
         raise
+    except Exception as error:
+        if settings.mechanism is None or isinstance(error, _WRITTEN_FOR_ALL):
+            raise
+        phase.private_log.write(failure=traceback.format_exc())
+        raise _without_its_text(error) from None
     finally:
         phase.close()
     return PhaseOutcome(
         step=state.step, finished=state.finished, weights_digest=state.weights_digest
     )
+
+
+_WRITTEN_FOR_ALL = (
+    DeliveryError,
+    LedgerError,
+    CheckpointError,
+    BrokenPromise,
+    UnsupportedOperationError,
+    FirstRankFailed,
+)
+
+
+def _without_its_text(error: Exception) -> Exception:
+    """The failure of a private phase as all may see it: a library's words may hold private facts.
+
+    A ValueError stays one (a new attempt would only meet it again), an OSError keeps the operating
+    system's fixed words.
+    """
+    reason = type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None:
+        reason += f" ({os.strerror(error.errno)})"
+    kind = ValueError if isinstance(error, ValueError) else RuntimeError
+    return kind(f"the private phase failed with {reason}; its text is in the private log only")
 
 
 def build_model(config: recipe.Model) -> MaskedAutoencoder:
@@ -183,7 +218,7 @@ class _OpenPhase:
             )
             self.gradients = PublicGradients(self.model, settings, store.manifest.visibility)
         else:
-            key = self._open_attempt()
+            key = self._open_attempt(store)
             self.plan = mechanism.plan(key.sampling_key(), num_records=num_records)
             self.gradients = PrivateGradients(
                 self.model, settings, self.plan, key, self.private_log
@@ -206,7 +241,7 @@ class _OpenPhase:
             )
         )
 
-    def _open_attempt(self) -> AttemptKey:
+    def _open_attempt(self, store: ShardStore) -> AttemptKey:
         """A new key on rank 0, committed to in the ledger, then sent to the others in memory."""
         settings, mechanism = self.settings, self.settings.mechanism
         assert mechanism is not None and settings.ledger_home and settings.domain
@@ -215,6 +250,7 @@ class _OpenPhase:
         def open_on_first() -> bytes:
             seed = settings.seed
             key = AttemptKey.from_os_entropy() if seed is None else AttemptKey.seeded(seed)
+            store.check_files()  # before it is paid for
             self._verify_ledger(ledger)
             self.attempt = ledger.open_attempt(
                 run=settings.run,

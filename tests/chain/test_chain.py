@@ -181,6 +181,65 @@ def test_mistakes_get_a_sentence(recipe: Path, override: str, message: str) -> N
     assert message in output and "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("override", "field", "message"),
+    [
+        ("storage=foo://bucket/x", "storage is 'foo://bucket/x'", "foo"),
+        ("ledger_home=/proc/nothing", "ledger_home is '/proc/nothing'", "cannot write"),
+        ("private_storage=/proc/nothing", "private_storage is '/proc/nothing'", "cannot be"),
+        ("phases.private.init=/nowhere", "phases.private.init is '/nowhere'", "no finished"),
+        ("data.private.source=imagefolder:", "data.private.source='imagefolder:'", "KIND"),
+        ("data.private.source=photos:/x", "data.private.source='photos:/x'", "KIND"),
+        ("data.private.source=imagefolder:/etc/hosts", "data.private.source=", "is a file"),
+        ("data.private.source=webdataset:/no/x", "data.private.source=", "does not exist"),
+    ],
+)
+def test_wrong_places_are_refused_before_anything_is_made(
+    recipe: Path, tmp_path: Path, override: str, field: str, message: str
+) -> None:
+    code, output = dp_pretrain("run", recipe, "--set", override)
+    assert code == 1 and field in output and message in output and "Traceback" not in output
+    storage = tmp_path / "storage"
+    assert not storage.exists() or not list(storage.iterdir())
+
+
+def test_unlabelled_evaluation_is_refused_before_anything_is_trained(
+    recipe: Path, tmp_path: Path
+) -> None:
+    labels = tmp_path / "public" / "some-labels-idx1-ubyte"
+    labels.rename(tmp_path / "labels")
+    code, output = dp_pretrain("run", recipe)
+    assert code == 1 and "has no labelled image" in output
+    (tmp_path / "labels").rename(labels)
+    few = ["--set", "evaluation.shots=60", "--set", "data.benchmark.origin=labelled"]
+    code, output = dp_pretrain("run", recipe, *few)
+    assert code == 1 and "shots is 60" in output
+    assert not list((tmp_path / "storage").rglob("checkpoint.json"))
+    assert not Ledger(str(tmp_path / "storage" / "domains"), "small-domain").entries()
+
+
+def test_a_changed_source_is_told(recipe: Path, tmp_path: Path) -> None:
+    assert dp_pretrain("prepare", recipe)[0] == 0
+    code, output = dp_pretrain("prepare", recipe)
+    assert code == 0 and "withdrawn" not in output
+    with open(tmp_path / "private" / "some-labels-idx1-ubyte", "ab") as file:
+        file.write(b"more")
+    code, output = dp_pretrain("prepare", recipe)
+    assert code == 0 and "data.private.source" in output and "withdrawn" in output
+    (tmp_path / "private").rename(tmp_path / "archived")
+    code, output = dp_pretrain("prepare", recipe)
+    assert code == 0 and "withdrawn" not in output, "the prepared copy is enough"
+
+
+def test_a_damaged_run_recipe_is_named(recipe: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "storage" / "runs" / "small" / "recipe.yaml"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(b"\xff\xfe name: [")
+    for words in (["run", recipe], ["status", "small", "--storage", tmp_path / "storage"]):
+        code, output = dp_pretrain(*words)
+        assert code == 1 and str(saved) in output and "restore it" in output
+
+
 def test_empty_folder_is_named(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, output = dp_pretrain(

@@ -66,7 +66,7 @@ def test_an_unfinished_rival_does_not_cut_off_a_finished_table(tmp_path: Path, n
     schema = INDEX_SCHEMA if name == INDEX_NAME else SOURCES_SCHEMA
     unfinished = TableWriter(destination / name, schema)
     assert (destination / name).read_bytes() == before
-    ShardStore(str(destination)).verify()
+    ShardStore(str(destination)).check_files()
     del unfinished
 
 
@@ -86,4 +86,4 @@ def test_processes_at_once_leave_a_whole_dataset(tmp_path: Path) -> None:
         for rival in rivals:
             rival.join(120)
         assert [rival.exitcode for rival in rivals] == [0, 0]
-        ShardStore(destination).verify()
+        ShardStore(destination).check_files()

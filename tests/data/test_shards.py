@@ -84,19 +84,30 @@ def test_store_is_picklable_and_works_elsewhere(private_store: ShardStore) -> No
     assert copy.read([3]) == private_store.read([3])
 
 
-def test_verify_finds_any_change(private_store: ShardStore, tmp_path) -> None:
+@pytest.mark.parametrize("how", ["changed", "shorter", "missing", "index"])
+@pytest.mark.parametrize("num_bytes", [shards.MAX_CHECKED_BYTES, 0])
+def test_check_files_names_what_is_damaged(
+    private_store: ShardStore, tmp_path, monkeypatch, how: str, num_bytes: int
+) -> None:
+    """Sizes are compared always, contents where they are few bytes."""
     import shutil
 
+    monkeypatch.setattr(shards, "MAX_CHECKED_BYTES", num_bytes)
     shutil.copytree(private_store.root.local_path, tmp_path / "copy")
-    store = ShardStore(str(tmp_path / "copy"))
-    store.verify()
-    path = tmp_path / "copy" / "000001.tar"
+    ShardStore(str(tmp_path / "copy")).check_files()
+    path = tmp_path / "copy" / ("index.arrow" if how == "index" else "000001.tar")
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(shards.StorageFault) as fault:
-        store.verify()
-    assert "000001" not in str(fault.value) and "000001" in fault.value.private_detail
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content[:-512] if how == "shorter" else content)
+    if how == "missing":
+        path.unlink()
+    store = ShardStore(str(tmp_path / "copy"))
+    if how == "changed" and not num_bytes:
+        store.check_files()
+        return
+    with pytest.raises(shards.StorageFault, match="delete that folder") as fault:
+        store.check_files()
+    assert path.name in str(fault.value) and str(tmp_path / "copy") in str(fault.value)
 
 
 def test_index_needs_at_most_40_bytes_a_record_in_whole_batches(tmp_path, rng) -> None:

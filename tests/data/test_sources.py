@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -63,6 +64,79 @@ def test_image_folder_classes_are_whole_relative_folders(tmp_path) -> None:
 def test_flat_image_folder_has_no_classes(tmp_path) -> None:
     (tmp_path / "1.png").write_bytes(png(1))
     assert open_source(f"imagefolder:{tmp_path}").class_names is None
+
+
+@pytest.mark.parametrize("target", [".", "..", "/"])
+def test_folder_links_are_not_followed(tmp_path: Path, target: str) -> None:
+    """A link back to the folder, or above it, would give every picture again and again."""
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    (tmp_path / "photos" / "a" / "1.png").write_bytes(png(1))
+    (tmp_path / "photos" / "a" / "same.png").symlink_to("1.png")
+    (tmp_path / "photos" / "a" / "round").symlink_to(target)
+    source = open_source(f"imagefolder:{tmp_path}/photos")
+    assert source.class_names == ("a",)
+    records = records_of(f"imagefolder:{tmp_path}/photos")
+    assert [(r.key, r.error) for r in records] == [
+        ("a/1.png", None),
+        ("a/same.png", None),
+        ("a/round", "linked_folder"),
+    ]
+
+
+def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "1.png").write_bytes(png(1))
+    (tmp_path / "link").symlink_to("photos")
+    assert [r.key for r in records_of(f"imagefolder:{tmp_path}/link")] == ["1.png"]
+
+
+def test_pipes_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(png(1))
+    os.mkfifo(tmp_path / "2.png")
+    assert [r.key for r in records_of(f"imagefolder:{tmp_path}")] == ["1.png"]
+
+
+def test_file_names_need_not_be_utf8(tmp_path: Path) -> None:
+    folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9")
+    os.mkdir(folder)
+    for name in (b"\xff.png", b"plain.png"):
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(png(len(name)))
+    source = open_source(f"imagefolder:{tmp_path}")
+    assert source.class_names == ("caf\\xe9",)
+    records = records_of(f"imagefolder:{tmp_path}")
+    assert [(r.key, r.label) for r in records] == [
+        ("caf\\xe9/plain.png", 0),
+        ("caf\\xe9/\\xff.png", 0),
+    ]
+    assert all(r.content for r in records)
+
+
+@pytest.mark.parametrize("suffix", [b".tar", b".tar.gz"])
+def test_tar_names_need_not_be_utf8(tmp_path: Path, suffix: bytes) -> None:
+    plain = tmp_path / ("a" + suffix.decode())
+    write_tar(plain, [("1.png", png(1)), ("1.cls", b"4")])
+    plain.rename(os.fsdecode(os.path.join(os.fsencode(tmp_path), b"\xe9" + suffix)))
+    (record,) = records_of(f"webdataset:{tmp_path}")
+    assert record.content and record.label == 4 and record.key.startswith("\\xe9.tar")
+
+
+def test_listing_digest_sees_every_change(tmp_path: Path) -> None:
+    for name in ("1.png", "2.png"):
+        (tmp_path / name).write_bytes(png(1))
+
+    def digest() -> str:
+        return open_source(f"imagefolder:{tmp_path}").listing_digest()
+
+    found = [digest()]
+    assert digest() == found[0]
+    (tmp_path / "2.png").rename(tmp_path / "3.png")
+    found.append(digest())
+    (tmp_path / "3.png").write_bytes(png(1) + b"x")
+    found.append(digest())
+    (tmp_path / "3.png").unlink()
+    found.append(digest())
+    assert len(set(found)) == 4
 
 
 def test_unreadable_file_is_a_record_with_an_error(tmp_path) -> None:

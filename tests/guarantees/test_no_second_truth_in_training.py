@@ -10,6 +10,7 @@ import pytest
 from phase_fixtures import run
 
 from pipeline.dpsgd.clipping import FlatClipping
+from pipeline.privacy.mechanism import BrokenPromise
 from pipeline.training import gradients
 from pipeline.training.settings import PhaseSettings
 
@@ -45,7 +46,7 @@ def test_a_release_with_other_numbers_differs_from_the_promise(
         return original(*args, **(kwargs | fault))
 
     monkeypatch.setattr(gradients, "release_gradient", faulty)
-    with pytest.raises(RuntimeError, match="does not carry the noise"):
+    with pytest.raises(BrokenPromise, match="does not carry the noise"):
         run(settings("private"))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from phase_fixtures import Crash, crash_at, run
 
+from pipeline.data.shards import StorageFault
 from pipeline.privacy.ledger import Attempt, Ledger, LedgerStorageError
 from pipeline.training.gradients import PrivateGradients
 from pipeline.training.settings import PhaseSettings
@@ -118,3 +120,16 @@ def units_then(config: object) -> object:
     from phase_fixtures import units
 
     return units(config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["000000.tar", "index.arrow"])
+def test_a_damaged_set_is_found_before_the_charge(
+    settings: Make, executed: list[int], private_set: str, name: str
+) -> None:
+    path = Path(private_set) / name
+    path.write_bytes(path.read_bytes()[:-600])
+    made = settings("private")
+    for _ in range(2):
+        with pytest.raises(StorageFault, match="delete that folder"):
+            run(made)
+    assert not executed and charged(made) == 0

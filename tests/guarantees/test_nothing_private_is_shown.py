@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from phase_fixtures import run
 
 from pipeline.privacy.keys import AttemptKey
+from pipeline.training import phase
 from pipeline.training.metrics import PublicMetrics
 from pipeline.training.settings import PhaseSettings
 
@@ -85,3 +87,24 @@ def test_no_key_is_written(settings: Make, tmp_path: Path, monkeypatch: pytest.M
         content = path.read_bytes()
         for secret in secrets:
             assert secret not in content and secret.hex().encode() not in content, path
+
+
+@pytest.mark.parametrize("kind", [ValueError, IndexError, RuntimeError, OSError])
+def test_a_librarys_words_go_to_the_private_log(
+    settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """What numpy, torch or the system say of a failure may hold a count or a name."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise kind("index 20417 is out of bounds, uncle-fred.jpg")
+
+    monkeypatch.setattr(phase, "normalise_images", fail)
+    with pytest.raises((ValueError, RuntimeError), match="private log only") as caught:
+        run(settings("private"))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "20417" not in shown and "fred" not in shown and kind.__name__ in shown
+    assert isinstance(caught.value, ValueError) == issubclass(kind, ValueError)
+    (log,) = (tmp_path / "private-logs").iterdir()
+    assert "uncle-fred.jpg" in log.read_text()
+    with pytest.raises(kind, match="uncle-fred"):
+        run(settings("public"))

@@ -459,8 +459,16 @@ class OverwritingStore:
 def test_overwriting_store_is_refused() -> None:
     ledger = Ledger(ObjectHome(OverwritingStore(), "photos"), "photos")
     with pytest.raises(LedgerStorageError, match="overwrites where it should create"):
+        ledger.require_writable()
+    with pytest.raises(LedgerStorageError, match="overwrites where it should create"):
         start(ledger)
     assert ledger.entries() == []
+
+
+def test_require_writable_leaves_nothing(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.require_writable()
+    assert ledger.entries() == []
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("failing", ["open", "write", "fsync", "link"])

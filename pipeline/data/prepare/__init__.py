@@ -32,7 +32,14 @@ from pipeline.data.shards import StorageFault
 from pipeline.data.sources import SourceUnit, open_source
 from pipeline.storage import Location
 
-__all__ = ["PrepareConfig", "PrepareProgress", "Progress", "prepare", "read_summary"]
+__all__ = [
+    "PrepareConfig",
+    "PrepareProgress",
+    "Progress",
+    "has_source_changed",
+    "prepare",
+    "read_summary",
+]
 
 
 def prepare(
@@ -90,7 +97,13 @@ def prepare(
     try:
         parts = _read_all(ReadUnit(config, destination / PARTS, source), units, run, progress)
         summary = select(
-            config, destination, parts, splits=list(roots), excluded=excluded, foreign=foreign
+            config,
+            destination,
+            parts,
+            splits=list(roots),
+            excluded=excluded,
+            foreign=foreign,
+            listing_digest=source.listing_digest(),
         )
         empty = [name or config.name for name, num in summary.num_records.items() if not num]
         if empty:
@@ -128,6 +141,19 @@ def prepare(
             str(error),
         ) from None
     return manifests
+
+
+def has_source_changed(config: PrepareConfig, destination: Location) -> bool:
+    """Whether files of a finished dataset's source were added, removed, renamed or resized since.
+
+    The prepared copy stays what it is; a picture withdrawn from the source is still in it. False
+    where the source is gone or was prepared by a version that kept no listing.
+    """
+    try:
+        before = read_summary(destination).get("listing_digest")
+        return before is not None and before != open_source(config.source).listing_digest()
+    except (OSError, ValueError):
+        return False
 
 
 def _existing(config: PrepareConfig, root: Location) -> DatasetManifest:

@@ -42,6 +42,7 @@ def select(
     splits: Sequence[str],
     excluded: set[bytes],
     foreign: dict[bytes, str],
+    listing_digest: str,
 ) -> Summary:
     """Decide each record's fate and write it beside its part: int32 (split or REMOVED, label).
 
@@ -84,7 +85,7 @@ def select(
             summary.num_records[name] += int((fate == split).sum())
         selection_file(folder, part.unit).write_bytes(np.stack([fate, labels]).tobytes())
     summary.left_out = Counter({k: v for k, v in sorted(summary.left_out.items()) if v})
-    _write_summary(config, destination, summary)
+    _write_summary(config, destination, summary, listing_digest)
     return summary
 
 
@@ -141,7 +142,9 @@ def _split_of(pixel_digest: bytes, salt: str, bounds: npt.NDArray[np.float64]) -
     return int(np.searchsorted(bounds, share, side="right"))
 
 
-def _write_summary(config: PrepareConfig, destination: Location, summary: Summary) -> None:
+def _write_summary(
+    config: PrepareConfig, destination: Location, summary: Summary, listing_digest: str
+) -> None:
     """What was left out and why: private if the source is, so readable by its owner only."""
     content = {
         "dataset": config.name,
@@ -150,6 +153,7 @@ def _write_summary(config: PrepareConfig, destination: Location, summary: Summar
         "left_out": dict(summary.left_out),
         "num_label_conflicts": summary.num_label_conflicts,
         "num_labels_dropped": summary.num_labels_dropped,
+        "listing_digest": listing_digest,
     }
     text = json.dumps(content, indent=1) + "\n"
     location = destination / SUMMARY_NAME

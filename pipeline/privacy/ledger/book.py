@@ -82,6 +82,16 @@ class Ledger:
         self._entries: list[LedgerEntry] = []
         self._state = DomainState(domain)
 
+    def require_writable(self) -> None:
+        """Checks that entries can be read and made here, without making one.
+
+        Raises:
+            LedgerError: the storage cannot be written, cannot create-if-absent, or holds entries
+                that are not in order.
+        """
+        self._current()
+        self._home.require_writable()
+
     def entries(self) -> list[LedgerEntry]:
         """Returns all entries, the chain and the rules checked."""
         with self._lock:
@@ -371,7 +381,10 @@ def _check_writer(state: DomainState, writer: Attempt) -> None:
     newest = state.account(writer.run, writer.phase).attempts[-1]
     where = f"attempt {writer.number} of run {writer.run!r}, phase {writer.phase!r}"
     if newest.number != writer.number:
-        raise FencedError(f"{where} was succeeded by attempt {newest.number}: end at once")
+        raise FencedError(
+            f"{where} was succeeded by attempt {newest.number}: another process runs this phase "
+            "now, so this one ends; follow that one, or give this run another name"
+        )
     if newest.next_step != writer.next_step:
         raise FencedError(
             f"{where} stands at step {newest.next_step} in the ledger and at {writer.next_step} "

@@ -30,6 +30,9 @@ BODY_FIELDS: Mapping[str, Mapping[str, type]] = {
 }
 
 
+_RESTORE = "restore the domain's entries from a copy, each under its own name"
+
+
 class LedgerError(ValueError):
     """The ledger, or what was asked of it, is not in order; nothing was charged."""
 
@@ -124,13 +127,15 @@ class LedgerEntry:
         except LedgerError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LedgerError(f"ledger entry {index} cannot be read: {error}") from None
+            raise LedgerError(f"ledger entry {index} cannot be read: {error}; {_RESTORE}") from None
         if not is_intact:
-            raise LedgerError(f"ledger entry {index} was altered: its digest does not fit it")
+            raise LedgerError(
+                f"ledger entry {index} was altered: its digest does not fit it; {_RESTORE}"
+            )
         if (entry.domain, entry.index) != (domain, index):
             raise LedgerError(
                 f"ledger entry {index} of domain {domain} is entry {entry.index} of domain "
-                f"{entry.domain}: entries were moved or reordered"
+                f"{entry.domain}: entries were moved or reordered; {_RESTORE}"
             )
         return entry
 

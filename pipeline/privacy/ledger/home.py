@@ -30,6 +30,9 @@ class Home(Protocol):
     def create(self, index: int, content: bytes) -> bool:
         """Makes object `index` durably, whole or not at all; False if another's is there."""
 
+    def require_writable(self) -> None:
+        """Raises LedgerStorageError unless objects can be created here, if absent only."""
+
 
 def open_home(uri: str, domain: str) -> Home:
     """Returns the home of `domain` under `uri`: a path, or s3://, gs://, az:// by obstore."""
@@ -82,6 +85,19 @@ class LocalHome:
         except OSError as error:
             raise self._failed("write", error) from error
 
+    def require_writable(self) -> None:
+        probes = [self._folder / f".probe-{secrets.token_hex(8)}{end}" for end in ("", ".link")]
+        try:
+            self._make_folder(self._folder)
+            try:
+                _write_durably(probes[0], b"")
+                os.link(*probes)
+            finally:
+                for probe in probes:
+                    probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed("write", error) from error
+
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():
             return
@@ -125,10 +141,13 @@ class ObjectHome:
     def read(self, index: int) -> bytes:
         return self._guarded("read", lambda: bytes(self._store.get(self._path(index)).bytes()))
 
-    def create(self, index: int, content: bytes) -> bool:
+    def require_writable(self) -> None:
         if not self._is_proved:
             self._guarded("write", self._prove)
             self._is_proved = True
+
+    def create(self, index: int, content: bytes) -> bool:
+        self.require_writable()
         return self._guarded("write", lambda: self._create(self._path(index), content))
 
     def _create(self, path: str, content: bytes) -> bool:

@@ -100,7 +100,7 @@ class DomainState:
         if entry.index != self.head.index + 1 or entry.previous != self.head.digest:
             raise LedgerError(
                 f"ledger entry {entry.index} does not follow entry {self.head.index}: the chain "
-                "is broken; entries were altered, reordered or removed"
+                "is broken; entries were altered, reordered or removed; restore them from a copy"
             )
         try:
             self.check(entry.kind, entry.body)
@@ -201,7 +201,8 @@ class DomainState:
         if body["attempt"] != newest.number:
             raise FencedError(
                 f"attempt {body['attempt']} of run {body['run']!r}, phase {body['phase']!r} was "
-                f"succeeded by attempt {newest.number}; it must end at once"
+                f"succeeded by attempt {newest.number}: another process runs this phase now, so "
+                "this one ends; follow that one, or give this run another name"
             )
         return account, newest
 
