@@ -2,6 +2,7 @@
 
 Two decoders, chosen by the first bytes and never by the file name: torchvision for JPEG (twice as
 fast), Pillow for everything else, since torchvision crashes the process on damaged PNG files.
+Where torchvision has no JPEG codec (deprecated since 0.29), Pillow does that too.
 Pixels are uint8 arrays [H, W, C] with C = 1 when all three channels agree, else 3.
 """
 
@@ -19,9 +20,15 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torchvision.io import ImageReadMode
-from torchvision.io import decode_jpeg as torchvision_decode_jpeg
-from torchvision.io import encode_jpeg as torchvision_encode_jpeg
+
+try:
+    from torchvision.io import ImageReadMode
+    from torchvision.io import decode_jpeg as torchvision_decode_jpeg
+    from torchvision.io import encode_jpeg as torchvision_encode_jpeg
+
+    has_torchvision_jpeg = True
+except ImportError:
+    has_torchvision_jpeg = False
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -134,7 +141,7 @@ def _decode_jpeg(content: bytes, max_pixels: int) -> Pixels:
         raise ImageError("no_pixels")
     if header.width * header.height > max_pixels:
         raise ImageError("too_many_pixels")
-    if header.num_components not in (1, 3) or header.bits != 8:
+    if header.num_components not in (1, 3) or header.bits != 8 or not has_torchvision_jpeg:
         return _decode_with_pillow(content, max_pixels)[0]
     mode = ImageReadMode.GRAY if header.num_components == 1 else ImageReadMode.RGB
     try:
@@ -254,7 +261,7 @@ def decode_stored(contents: Sequence[bytes]) -> list[Pixels | None]:
 
     Same result as `decode_image` on each, but one call for many small JPEGs.
     """
-    if contents and all(content[:3] == b"\xff\xd8\xff" for content in contents):
+    if has_torchvision_jpeg and contents and all(c[:3] == b"\xff\xd8\xff" for c in contents):
         try:
             images = torchvision_decode_jpeg(
                 [_as_tensor(content) for content in contents], ImageReadMode.UNCHANGED
@@ -301,6 +308,11 @@ def encode_jpeg(pixels: Pixels, quality: int = 95) -> bytes:
     """[H, W, C] as JPEG (grey if C = 1). Raises ImageError if a side is too long for JPEG."""
     if max(pixels.shape[:2]) > MAX_JPEG_SIDE:
         raise ImageError("side_too_long")
+    if not has_torchvision_jpeg:
+        stream = io.BytesIO()
+        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+        image.save(stream, "JPEG", quality=quality)
+        return stream.getvalue()
     return torchvision_encode_jpeg(_channels_first(pixels).contiguous(), quality).numpy().tobytes()
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from pipeline.data import images
 from pipeline.data.images import (
     NUM_CROP_UNIFORMS,
     ImageError,
@@ -141,6 +142,20 @@ def test_stored_records_decode_as_single_images_do() -> None:
     damaged = [contents[0], contents[1][:60], contents[1]]
     assert [pixels is None for pixels in decode_stored(damaged)] == [False, True, False]
     assert decode_stored([]) == []
+
+
+def test_pillow_stands_in_for_torchvisions_jpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later torchvision has no JPEG codec any more."""
+    pictures = [smooth(20, 30), smooth(9, 9)[:, :, :1]]
+    before = [decode_image(encode_jpeg(picture)).pixels.astype(int) for picture in pictures]
+    monkeypatch.setattr(images, "has_torchvision_jpeg", False)
+    for name in ("torchvision_decode_jpeg", "torchvision_encode_jpeg"):
+        monkeypatch.delattr(images, name)
+    stored = [encode_jpeg(picture) for picture in pictures]
+    for pixels, expected in zip(decode_stored(stored), before, strict=True):
+        assert pixels is not None and pixels.shape == expected.shape
+        assert np.abs(pixels - expected).max() <= 3
+    assert decode_stored([stored[0][:60]]) == [None]
 
 
 def test_resize_shrinks_the_short_side_and_never_enlarges() -> None:
