@@ -251,6 +251,9 @@ class Phase(_Strict):
     privacy: Privacy | None = None
     microbatch_size: PositiveInt = 256
     microbatches_per_unit: PositiveInt = 2
+    constant_microbatches: bool = False
+    """Private phases: every step computes as many microbatches as mean + 6 sd of its size needs, so
+    that its duration does not tell the realised size."""
     checkpoint_interval: PositiveInt = 100
     """K: steps between checkpoints, and the number of steps charged ahead."""
     crop_scale: tuple[Probability, Probability] = (0.2, 1.0)
@@ -267,6 +270,11 @@ class Phase(_Strict):
             raise ValueError(f"phase {self.name} is private: it needs a `privacy` section")
         if self.kind == "public" and self.privacy is not None:
             raise ValueError(f"phase {self.name} is public: remove its `privacy` section")
+        if self.kind == "public" and self.constant_microbatches:
+            raise ValueError(
+                f"phase {self.name} is public: constant_microbatches is for private phases; all "
+                "steps of a public one are equal anyway"
+            )
         if self.kind == "public" and self.batch_size is None:
             raise ValueError(f"phase {self.name} is public: it needs `batch_size`")
         if self.kind == "private" and self.batch_size is not None:
@@ -417,6 +425,7 @@ _WITHOUT_EFFECT_IN_PHASE = (
     "resources",
     "microbatch_size",
     "microbatches_per_unit",
+    "constant_microbatches",
     "held_out",
     "held_out_images",
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 RAY_PIXEL_CACHE_BYTES = 128 * 2**20
 ROWS_PER_CHUNK = 128
 STEPS_PER_PLAN_TASK = 8
+CONSTANT_SDS = 6
 
 
 class DeliveryError(RuntimeError):
@@ -56,6 +57,9 @@ class StreamConfig:
         num_steps: how many steps to deliver from there on.
         is_private: whether row counts are private facts; must be so for a Poisson plan.
         augment: random crop and flip, or else the central square.
+        is_constant: every step has as many units as one of mean + CONSTANT_SDS standard deviations
+            needs, so that the time of a step does not tell its realised size. A larger step (once
+            in 1e9) has the units it needs: no record is ever left out for it.
     """
 
     plan: PoissonPlan | ShufflePlan
@@ -70,6 +74,7 @@ class StreamConfig:
     num_steps: int
     is_private: bool
     augment: bool = True
+    is_constant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("world_size", "microbatch_size", "microbatches_per_unit", "image_size"):
@@ -80,6 +85,8 @@ class StreamConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError(f"crop_scale={self.crop_scale} must satisfy 0 < low <= high <= 1")
+        if self.is_constant and not isinstance(self.plan, PoissonPlan):
+            raise ValueError("is_constant=True is for a Poisson plan: other steps are equal anyway")
         if self.plan.is_private and not self.is_private:
             raise ValueError("is_private=False with a Poisson plan: its row counts are private")
 
@@ -134,6 +141,10 @@ def rank_slice(
 
 def num_units_of_step(num_records: int, config: StreamConfig) -> int:
     """Units per rank for a step of so many records: as the largest share needs, at least one."""
+    if config.is_constant and isinstance(config.plan, PoissonPlan):
+        mean = config.plan.num_records * config.plan.sampling_probability
+        spread = math.sqrt(mean * (1 - config.plan.sampling_probability))
+        num_records = max(num_records, math.ceil(mean + CONSTANT_SDS * spread))
     largest_share = -(-num_records // config.world_size)
     return max(1, -(-largest_share // config.rows_per_unit))
 

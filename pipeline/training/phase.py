@@ -238,6 +238,7 @@ class _OpenPhase:
                 num_steps=settings.phase.steps - self.state.step,
                 is_private=mechanism is not None,
                 augment=settings.phase.augment,
+                is_constant=settings.phase.constant_microbatches,
             )
         )
 
