@@ -17,6 +17,7 @@ from ray.job_submission import JobSubmissionClient
 from pipeline.chain.stages import claim
 from pipeline.chain.terminal import make_console, readable
 from pipeline.cluster.jobs import Stage, follow_stage, parent_runtime_env
+from pipeline.cluster.local import require_authentication
 
 
 @click.command()
@@ -25,6 +26,7 @@ from pipeline.cluster.jobs import Stage, follow_stage, parent_runtime_env
 @readable
 def main(recipe: str, overrides: tuple[str, ...]) -> None:
     """Run every stage of RECIPE in order."""
+    require_authentication()
     console = make_console()
     layout = claim(recipe, overrides, console)
     chosen = [*overrides, f"storage={layout.storage}"]

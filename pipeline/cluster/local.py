@@ -14,6 +14,7 @@ import ray.data  # configures its logging when it is imported, so before ours
 import ray.train
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+_OPEN = "DP_PRETRAIN_ALLOW_OPEN_CLUSTER"
 
 
 @contextmanager
@@ -27,6 +28,8 @@ def connected() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    if os.environ.get("RAY_ADDRESS"):
+        require_authentication()
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if os.environ.get("RAY_ADDRESS"):
@@ -41,6 +44,27 @@ def connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def require_authentication() -> None:
+    """Refuse a cluster whose job API runs anybody's code.
+
+    Whoever may submit a job there may read the private images and the keys in memory
+    (CVE-2023-48022). Ray tells every process of a cluster by RAY_AUTH_MODE how callers are known.
+
+    Raises:
+        RuntimeError: unless the mode is token or k8s, or DP_PRETRAIN_ALLOW_OPEN_CLUSTER=1 says that
+            nobody else can reach the cluster.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode.lower() in ("token", "k8s") or os.environ.get(_OPEN) == "1":
+        return
+    raise RuntimeError(
+        f"RAY_AUTH_MODE is {mode!r} on this Ray cluster: anybody who reaches its job API runs code "
+        "beside the private images. Start every node with RAY_AUTH_MODE=token and a token "
+        "(ray get-auth-token --generate; chmod 600 ~/.ray/auth_token), as cluster.yaml does; or, "
+        f"where nobody else can reach it, submit with {_OPEN}=1 in the job's environment"
+    )
 
 
 def _protect_token() -> None:
