@@ -445,8 +445,13 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "rec
         content = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"{origin}: nested too deeply for a recipe") from None
     if not isinstance(content, dict):
-        raise RecipeError(f"{origin}: a recipe is a YAML mapping, this is {type(content).__name__}")
+        found = {list: "a list", type(None): "empty"}.get(type(content), "a number or text")
+        raise RecipeError(
+            f"{origin}: a recipe is a YAML mapping (name: …, data: …, phases: …), this is {found}"
+        )
     for override in overrides:
         _apply_override(content, override)
     try:

@@ -134,3 +134,16 @@ phases:
     changed = parse_recipe(shared, ["phases.a.optimizer.learning_rate=0.5"])
     rates = [phase.optimizer.learning_rate for phase in changed.phases]
     assert rates == [0.5, 1.0e-3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "this is empty"),
+        ("3", "this is a number or text"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+    ],
+)
+def test_what_is_no_mapping_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(text)

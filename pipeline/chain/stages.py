@@ -59,7 +59,13 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     known = layout.num_records()
     if all(ref in known or _is_declared(recipe, ref) for ref in (p.data for p in recipe.phases)):
         plan_recipe(recipe, known)
-    claimed, note = claim_run(recipe)
+    try:
+        claimed, note = claim_run(recipe)
+    except OSError as error:
+        raise ValueError(
+            f"storage is {recipe.storage!r}: the run's folder cannot be written or read ({error}); "
+            "mend its permissions, or give the run another name (--set name=…)"
+        ) from None
     if note:
         console.print(f"note: {note}", style="yellow")
     for name in claimed.changed_sources():

@@ -470,7 +470,7 @@ class ShardStore:
         try:
             self._table(INDEX_NAME, self.manifest.index_digest)
         except StorageFault as fault:
-            raise self._damaged(str(fault)) from None
+            raise self._damaged(str(fault).partition("; ")[0]) from None
         filesystem, path = self.root.filesystem()
         shards = self.manifest.shards
         sizes: list[int] = []
@@ -493,7 +493,7 @@ class ShardStore:
         return StorageFault(
             f"the prepared data set at {self.root} is damaged: {what}. Restore it from a copy, or"
             " delete that folder: the same command then prepares the same bytes from the source"
-            " again. Nothing was charged for this",
+            " again. No step was charged for this",
             what,
         )
 

@@ -162,7 +162,10 @@ def _without_its_text(error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         reason += f" ({os.strerror(error.errno)})"
     kind = ValueError if isinstance(error, ValueError) else RuntimeError
-    return kind(f"the private phase failed with {reason}; its text is in the private log only")
+    return kind(
+        f"the private phase failed with {reason}; its text is in the private log only. Mend the "
+        "cause (free space, memory, a file), then the same command resumes"
+    )
 
 
 def build_model(config: recipe.Model) -> MaskedAutoencoder:
