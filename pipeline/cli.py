@@ -80,5 +80,37 @@ def status(run_name: str, storage: str) -> None:
     print_status(console, open_run(run_name, storage))
 
 
+@main.group()
+def privacy() -> None:
+    """What was spent on private pictures, and whether a run's claims are true."""
+
+
+@privacy.command()
+@click.argument("run_name", metavar="RUN")
+@_storage
+@readable
+def show(run_name: str, storage: str) -> None:
+    """Print the ledgers of the privacy domains that RUN reads, over all their runs."""
+    from pipeline.chain.console import print_ledger
+    from pipeline.chain.layout import open_run
+
+    for ledger in open_run(run_name, storage).ledgers():
+        print_ledger(console, ledger)
+
+
+@privacy.command()
+@click.argument("run_name", metavar="RUN")
+@_storage
+@readable
+def verify(run_name: str, storage: str) -> None:
+    """Recompute all that RUN claims from its ledger's entries; exit code 1 if it is not so."""
+    from pipeline.chain.layout import open_run
+    from pipeline.chain.verification import verify_run
+
+    for sentence in verify_run(open_run(run_name, storage)):
+        console.print(f"ok  {sentence}")
+    console.print("verified", style="bold")
+
+
 if __name__ == "__main__":
     main()

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from pipeline.data.prepare import SUMMARY_NAME, read_summary
 from pipeline.plan import PhasePlan
+from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.ledger import Ledger
 from pipeline.storage import Location
 from pipeline.training.metrics import PublicMetrics
 
@@ -102,3 +104,39 @@ def print_prepared(console: Console, name: str, destination: Location) -> None:
     if summary["visibility"] == "private" and not console.is_terminal:
         left = f"see {destination}/{SUMMARY_NAME} (readable by its owner)"
     console.print(f"data {name} ({summary['visibility']}): {kept}; left out: {left or 'none'}")
+
+
+def print_ledger(console: Console, ledger: Ledger) -> None:
+    """What a privacy domain has paid: runs, phases, attempts, epsilon, and its head."""
+    report = ledger.verify()
+    table = Table(title=f"privacy domain {report.domain}", title_justify="left", box=None)
+    for heading in ("run", "phase", "attempts", "steps charged", "of", "ended", "epsilon, delta"):
+        table.add_column(heading)
+    for account in report.phases:
+        mechanism = account.mechanism
+        cost = epsilon_of([(mechanism, account.num_charged_steps)], mechanism.delta).value
+        seeded = any(attempt.is_seeded for attempt in account.attempts)
+        table.add_row(
+            account.run,
+            account.phase,
+            f"{len(account.attempts)}",
+            f"{account.num_charged_steps:,}",
+            f"{mechanism.num_steps:,} + {mechanism.reserve_steps:,}",
+            account.finished or "not yet",
+            "NOT PRIVATE (seeded)" if seeded else f"{cost}, {mechanism.delta:.3g}",
+        )
+    console.print(table)
+    for run, phase, reason in report.unprotected:
+        console.print(f"  read without protection: run {run}, {phase}: {reason}", style="yellow")
+    if report.epsilon is None:
+        total = "nothing was charged"
+    elif report.is_total_bounded:
+        total = f"epsilon {report.epsilon.value} at delta {report.epsilon.delta:.3g}"
+    else:
+        total = "UNBOUNDED"
+    console.print(f"total over all runs: {total}", style="bold")
+    if report.budget is not None:
+        budget = report.budget
+        console.print(f"budget: epsilon {budget.epsilon} at delta {budget.delta:.3g}")
+    head = report.head
+    console.print(f"ledger: {report.num_entries} entries, head {head.index} {head.digest}")

@@ -49,6 +49,11 @@ class RunLayout:
         """Home of the ledgers, absolute."""
         return str(Location(self.recipe.ledgers))
 
+    def ledgers(self) -> list[Ledger]:
+        """The ledgers of the privacy domains that the recipe names."""
+        domains = {dataset.domain for dataset in self.recipe.data.values() if dataset.domain}
+        return [Ledger(self.ledger_home, domain) for domain in sorted(domains)]
+
     @property
     def private_log(self) -> str | None:
         """Local folder of the private logs; None on shared object stores unless the recipe says."""
@@ -228,11 +233,10 @@ def _forget_changed_results(layout: RunLayout, before: Recipe) -> None:
 
 def _is_charged(layout: RunLayout) -> bool:
     """Whether a ledger knows a run of this name: a new run must not live on its reserve."""
-    domains = {dataset.domain for dataset in layout.recipe.data.values() if dataset.domain}
     return any(
         account.run == layout.recipe.name
-        for domain in domains
-        for account in Ledger(layout.ledger_home, domain).accounts()
+        for ledger in layout.ledgers()
+        for account in ledger.accounts()
     )
 
 

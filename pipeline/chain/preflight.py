@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pipeline.chain.layout import RunLayout
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.sources import open_source
-from pipeline.privacy.ledger import Ledger, LedgerError
+from pipeline.privacy.ledger import LedgerError
 from pipeline.storage import Location
 from pipeline.training.checkpoint import read_facts
 
@@ -32,10 +32,9 @@ def check_places(layout: RunLayout) -> None:
             _check_source(f"data.{name}.", layout.prepare_config(name).source)
     if recipe.private_storage is not None:
         _check_writable("private_storage", recipe.private_storage, Location(recipe.private_storage))
-    domains = {dataset.domain for dataset in recipe.data.values() if dataset.domain is not None}
-    for domain in sorted(domains):
+    for ledger in layout.ledgers():
         try:
-            Ledger(layout.ledger_home, domain).require_writable()
+            ledger.require_writable()
         except LedgerError as error:
             raise type(error)(f"ledger_home is {layout.ledger_home!r}: {error}") from None
 

@@ -98,10 +98,15 @@ def save_checkpoint(
     return weights_digest
 
 
+def all_checkpoints(phase_folder: Location) -> list[Location]:
+    """The finished checkpoints of a phase, by step."""
+    folders = [f for f in phase_folder.list() if f.name.startswith("checkpoint-")]
+    return [folder for folder in folders if (folder / _MANIFEST).exists()]
+
+
 def latest_checkpoint(phase_folder: Location) -> Location | None:
     """The finished checkpoint of the highest step, or None."""
-    folders = [f for f in phase_folder.list() if f.name.startswith("checkpoint-")]
-    return next((f for f in reversed(folders) if (f / _MANIFEST).exists()), None)
+    return next(reversed(all_checkpoints(phase_folder)), None)
 
 
 def read_facts(location: Location) -> CheckpointFacts:

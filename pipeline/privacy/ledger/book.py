@@ -37,6 +37,7 @@ class LedgerReport:
         epsilon: of everything charged, at the smallest delta of its mechanisms; None if nothing
             was charged.
         is_total_bounded: False if private records were read without protection.
+        unprotected: (run, phase, reason) of each recorded access without protection.
         weights: (run, phase, step, kind) of the weights asked for, or None.
     """
 
@@ -46,6 +47,7 @@ class LedgerReport:
     phases: tuple[PhaseAccount, ...]
     epsilon: Epsilon | None
     is_total_bounded: bool
+    unprotected: tuple[tuple[str, str, str], ...]
     budget: Budget | None
     weights: tuple[str, str, int, str] | None
 
@@ -217,6 +219,7 @@ class Ledger:
             phases=tuple(state.phases.values()),
             epsilon=epsilon_of(spent, min(m.delta for m, _ in spent)) if spent else None,
             is_total_bounded=not _has_unprotected(state),
+            unprotected=tuple(state.unprotected),
             budget=state.budget,
             weights=weights,
         )

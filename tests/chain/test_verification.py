@@ -1,0 +1,156 @@
+"""`dp-pretrain privacy show|verify`: a good run holds, a tampered one does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_recipe import dp_pretrain, write_small_recipe
+
+from pipeline.privacy.ledger import Ledger
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of a finished run, to be copied."""
+    folder = tmp_path_factory.mktemp("finished")
+    code, output = dp_pretrain("run", write_small_recipe(folder))
+    assert code == 0, output
+    return folder / "storage"
+
+
+@pytest.fixture
+def storage(finished: Path) -> Path:
+    """The storage of the run as it was, at its own place (its ledger home is absolute)."""
+    kept = finished.with_name("kept")
+    if not kept.exists():
+        shutil.copytree(finished, kept)
+    shutil.rmtree(finished)
+    shutil.copytree(kept, finished)
+    return finished
+
+
+def verify(storage: Path) -> tuple[int, str]:
+    return dp_pretrain("privacy", "verify", "small", "--storage", storage)
+
+
+def test_a_good_run_is_verified(storage: Path) -> None:
+    code, output = verify(storage)
+    assert code == 0 and output.rstrip().endswith("verified"), output
+    for part in (
+        "ledger of domain 'small-domain'",
+        "private, checkpoint-00000008: digests hold; the ledger names its weights",
+        "warmup, checkpoint-00000006: digests hold\n",
+        "the statement is what its entries give",
+        "PRIVACY.md",
+    ):
+        assert part in output
+
+
+def test_another_run_over_the_domain_changes_nothing(storage: Path) -> None:
+    recipe = storage.parent / "small.yaml"
+    assert dp_pretrain("run", recipe, "--set", "name=other")[0] == 0
+    code, output = verify(storage)
+    assert code == 0, output
+
+
+def edit(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def entry(storage: Path, index: int) -> Path:
+    return storage / "domains" / "small-domain" / f"{index:08d}.json"
+
+
+def cut_tail(storage: Path) -> None:
+    last = sorted((storage / "domains" / "small-domain").glob("*.json"))[-3:]
+    for path in last:
+        path.unlink()
+
+
+def change_weights(path: Path) -> None:
+    tensors = load_file(path)
+    name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.float32)
+    tensors[name] = tensors[name] + 1e-3
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def other_weights_with_their_statement(storage: Path) -> None:
+    """Weights of one's own under a statement that names them: no entry does."""
+    import hashlib
+
+    export = storage / "runs" / "small" / "export"
+    before = hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+    change_weights(export / "model.safetensors")
+    after = hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+    edit(export / "privacy.json", before.encode(), after.encode())
+
+
+def embellish(storage: Path) -> None:
+    marker = storage / "runs" / "small" / "export" / "privacy.json"
+    content = json.loads(marker.read_text())
+    content["statements"][0]["epsilon"]["this_model"]["value"] = 0.5
+    marker.write_text(json.dumps(content))
+
+
+RUN = Path("runs") / "small"
+TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "entry edited": (
+        lambda s: edit(entry(s, 1), b'"num_steps":2', b'"num_steps":1'),
+        "ledger entry 1 was altered",
+    ),
+    "entry removed": (lambda s: entry(s, 2).unlink(), "lacks entry 2"),
+    "tail cut off": (cut_tail, "its tail was cut off or rewritten"),
+    "weights changed": (
+        lambda s: change_weights(s / RUN / "export" / "model.safetensors"),
+        "the weights were changed",
+    ),
+    "checkpoint changed": (
+        lambda s: change_weights(
+            s / RUN / "phases" / "private" / "checkpoint-00000008" / "model.safetensors"
+        ),
+        "differs from the digest",
+    ),
+    "weights that no entry names": (other_weights_with_their_statement, "names weights"),
+    "statement embellished": (embellish, "says otherwise than the ledger in epsilon"),
+    "text embellished": (
+        lambda s: edit(s / RUN / "export" / "PRIVACY.md", b"(epsilon", b"(tiny epsilon"),
+        "is not the text of privacy.json",
+    ),
+    "head taken out of a checkpoint": (
+        lambda s: edit(
+            s / RUN / "phases" / "private" / "checkpoint-00000008" / "checkpoint.json",
+            b'"ledger_head": [',
+            b'"ledger_head": null, "x": [',
+        ),
+        "is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_tampered_runs_are_refused(storage: Path, how: str) -> None:
+    tamper, message = TAMPERED[how]
+    tamper(storage)
+    code, output = verify(storage)
+    assert code == 1 and message in output and "verified\n" not in output, output
+    assert "Traceback" not in output
+
+
+def test_show(storage: Path) -> None:
+    ledger = Ledger(str(storage / "domains"), "small-domain")
+    code, output = dp_pretrain("privacy", "show", "small", "--storage", storage)
+    assert code == 0 and ledger.head().digest in output
+    assert "total over all runs: epsilon" in output and "complete" in output
+    ledger.record_unprotected("look", "debug", "a person looked at them")
+    code, output = dp_pretrain("privacy", "show", "small", "--storage", storage)
+    assert "a person looked at them" in output and "UNBOUNDED" in output
+    code, output = dp_pretrain("privacy", "show", "nobody", "--storage", storage)
+    assert code == 1 and "known runs: ['small']" in output
