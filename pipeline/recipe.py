@@ -78,6 +78,13 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class Budget(_Strict):
+    """The most that all runs over a privacy domain may spend together."""
+
+    epsilon: PositiveFloat
+    delta: Annotated[float, Field(gt=0, le=0.1)]
+
+
 class Dataset(_Strict):
     """One set of images, where it comes from and whether it may be looked at.
 
@@ -88,6 +95,9 @@ class Dataset(_Strict):
     visibility: Literal["public", "private"]
     domain: Name | None = None
     """Privacy domain (private sets): every run over it composes in one ledger."""
+    budget: Budget | None = None
+    """Of the domain (private sets): kept in its ledger, where every change stays on record; runs
+    whose recipe names none are held to it too."""
     origin: str = ""
     """Where the pictures come from, in words, for the statement."""
     class_names: tuple[str, ...] | None = None
@@ -108,6 +118,10 @@ class Dataset(_Strict):
                 f"domain is {self.domain!r} for a {self.visibility} data set: a private set needs "
                 "a domain (a name for these pictures under which all runs over them compose), a "
                 "public one has none"
+            )
+        if self.budget is not None and self.visibility == "public":
+            raise ValueError(
+                f"budget is {self.budget.model_dump()} for a public data set: remove it"
             )
         if self.splits and abs(sum(self.splits.values()) - 1) > 1e-9:
             raise ValueError(f"splits add up to {sum(self.splits.values())}: they must add up to 1")
@@ -338,6 +352,7 @@ class Recipe(_Strict):
                 f"private_storage is {self.private_storage!r}: allowed is a local folder; leave it "
                 "out to keep no private log"
             )
+        self._check_budgets()
         if len(set(names)) != len(names):
             raise ValueError(f"phases have the names {names}: each must be different")
         for phase in self.phases:
@@ -358,6 +373,22 @@ class Recipe(_Strict):
             self._require_public(self.evaluation.train, "evaluation.train")
             self._require_public(self.evaluation.test, "evaluation.test")
         return self
+
+    def _check_budgets(self) -> None:
+        budgets: dict[str | None, Budget] = {}
+        for name, dataset in self.data.items():
+            if dataset.budget is not None:
+                first = budgets.setdefault(dataset.domain, dataset.budget)
+                if first != dataset.budget:
+                    raise ValueError(
+                        f"data.{name}.budget differs from that of another set of domain "
+                        f"{dataset.domain!r}: a domain has one budget"
+                    )
+
+    def budget_of(self, domain: str) -> Budget | None:
+        """The budget that this recipe gives to a privacy domain."""
+        found = [d.budget for d in self.data.values() if d.domain == domain and d.budget]
+        return found[0] if found else None
 
     def dataset_of(self, reference: str, field: str) -> Dataset:
         """The data set that `dataset` or `dataset.split` names; ValueError if there is none."""
@@ -409,7 +440,7 @@ class Recipe(_Strict):
             for key in _WITHOUT_EFFECT_IN_PHASE:
                 del phase[key]
         for dataset in content["data"].values():
-            del dataset["num_records"], dataset["origin"]
+            del dataset["num_records"], dataset["origin"], dataset["budget"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

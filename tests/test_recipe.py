@@ -59,6 +59,8 @@ def test_override_addresses_list_members_by_name() -> None:
         ("name=Has Spaces", "name: is 'Has Spaces'"),
         ("phases", "path=value"),
         ("=3", "path=value"),
+        ("data.benchmark.budget={epsilon: 1, delta: 1.0e-5}", "for a public data set"),
+        ("data.private.budget={epsilon: 0, delta: 1.0e-5}", "budget.epsilon: is 0"),
         ("phases..steps=3", "path=value"),
         ("phases.private.resources.workers=-1", "workers: is -1: allowed are 0"),
         ("phases.private.steps=1000000000", "less than or equal to 1000000"),

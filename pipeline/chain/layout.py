@@ -82,7 +82,8 @@ class RunLayout:
 
     def dataset(self, name: str) -> Location:
         """A prepared data set's folder, named after what it is made from."""
-        text = json.dumps([self.recipe.data[name].model_dump(mode="json"), self._excluded(name)])
+        decides = self.recipe.data[name].model_dump(mode="json", exclude={"budget"})
+        text = json.dumps([decides, self._excluded(name)])
         return self.storage / "data" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def data_root(self, reference: str) -> Location:

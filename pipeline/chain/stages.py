@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pipeline.chain.budgets import hold_to_budgets
 from pipeline.chain.console import print_prepared, progress_line
 from pipeline.chain.layout import RunLayout, claim_run
 from pipeline.chain.preflight import check_places
@@ -102,6 +103,7 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
             raise
         print_prepared(console, name, destination)
     check_evaluation(layout)
+    hold_to_budgets(layout, plan_stage(layout))
 
 
 @contextmanager

@@ -199,3 +199,23 @@ def test_plan_of_the_paper() -> None:
     code, output = dp_pretrain("plan", recipes / "vip_base_imagenet.yaml", *words)
     assert code == 1
     assert "costs epsilon 45" in output and "over target_epsilon 8" in output
+
+
+def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
+    """Over all runs of the domain, with or without a budget in their recipe, before training."""
+    budget = "data.private.budget={epsilon: 7, delta: 0.0025}"
+    ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
+    low = budget.replace("7", "3")
+    code, output = dp_pretrain("run", recipe, "--set", low)
+    assert code == 1 and "budget of epsilon 3.0" in output and "0.0 is spent" in output
+    assert not list((tmp_path / "storage").rglob("checkpoint.json")) and not ledger.spent()
+    code, output = dp_pretrain("run", recipe, "--set", budget)
+    assert code == 0, output
+    assert dp_pretrain("run", recipe, "--set", budget)[0] == 0, "a finished run spends no more"
+    code, output = dp_pretrain("run", recipe, "--set", "name=second")
+    assert code == 1 and "budget of epsilon 7.0" in output and "raise data.NAME.budget" in output
+    assert {account.run for account in ledger.accounts()} == {"small"}
+    raised = budget.replace("7", "30")
+    assert dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)[0] == 0
+    kinds = [entry.body["epsilon"] for entry in ledger.entries() if entry.kind == "budget"]
+    assert kinds == [3.0, 7.0, 30.0]

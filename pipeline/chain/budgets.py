@@ -1,0 +1,65 @@
+"""Budgets of privacy domains: written into their ledgers, and kept to before anything trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.chain.layout import RunLayout
+from pipeline.plan import PhasePlan
+from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.ledger import BudgetExceeded, Ledger
+from pipeline.privacy.mechanism import Mechanism
+
+
+def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
+    """Puts the recipe's budgets on record and refuses a plan that does not fit what is left.
+
+    What counts is everything charged by all runs over the domain, and the steps that this plan has
+    still to run; its reserve is paid for only if it is needed, and refused then if it does not fit.
+
+    Raises:
+        BudgetExceeded: naming the domain, its budget and what the plan would come to.
+
+    Guarantees:
+        1. A plan over the budget is refused before any phase trains (test_budget_is_kept_to).
+        2. The ledger itself refuses whatever gets past this (test_budget_over_all_runs).
+    """
+    for ledger in layout.ledgers():
+        wanted, known = layout.recipe.budget_of(ledger.domain), ledger.budget
+        if wanted is not None:
+            stated = (wanted.epsilon, wanted.delta)
+            if known is None or (known.epsilon, known.delta) != stated:
+                ledger.set_budget(*stated)
+        budget = ledger.budget
+        if budget is None:
+            continue
+        total = [*ledger.spent(), *_still_to_run(layout, ledger, plans)]
+        cost = epsilon_of(total, budget.delta).value
+        if cost > budget.epsilon:
+            spent = epsilon_of(ledger.spent(), budget.delta).value
+            raise BudgetExceeded(
+                f"domain {ledger.domain!r} has a budget of epsilon {budget.epsilon} at delta "
+                f"{budget.delta:.3g} over all its runs; {spent} is spent, and with the steps that "
+                f"this run has still to do it would come to {cost}: lower target_epsilon or steps, "
+                "or raise data.NAME.budget (which stays on record)"
+            )
+
+
+def _still_to_run(
+    layout: RunLayout, ledger: Ledger, plans: Sequence[PhasePlan]
+) -> list[tuple[Mechanism, int]]:
+    """(mechanism, steps) of this run's phases over the domain that are not charged yet."""
+    charged = {
+        account.phase: account.next_step
+        for account in ledger.accounts()
+        if account.run == layout.recipe.name
+    }
+    steps = []
+    for plan in plans:
+        phase = layout.recipe.phase(plan.name)
+        domain = layout.recipe.dataset_of(phase.data, f"phases.{phase.name}.data").domain
+        if plan.mechanism is not None and domain == ledger.domain:
+            left = plan.num_steps - charged.get(plan.name, 0)
+            if left > 0 and not layout.is_trained(plan.name):
+                steps.append((plan.mechanism, left))
+    return steps
