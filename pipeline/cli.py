@@ -80,6 +80,20 @@ def status(run_name: str, storage: str) -> None:
     print_status(console, open_run(run_name, storage))
 
 
+@main.command()
+@click.argument("recipe")
+@_set
+@click.option("--out", metavar="FILE", help="Write the JSON here, and not beside the run.")
+@click.option("--seed", type=int, help="Pin the audit's coins, to repeat it.")
+@readable
+def audit(recipe: str, overrides: tuple[str, ...], out: str | None, seed: int | None) -> None:
+    """Attack the training step under RECIPE's own mechanisms, with canaries; exit 1 if it fails."""
+    from pipeline.chain.auditing import audit_recipe
+
+    if not audit_recipe(load_recipe(recipe, overrides), console, out, seed):
+        raise SystemExit(1)
+
+
 @main.group()
 def privacy() -> None:
     """What was spent on private pictures, and whether a run's claims are true."""

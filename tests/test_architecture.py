@@ -24,8 +24,9 @@ ALLOWED = {
     "training": {"recipe", "privacy", "data", "models", "dpsgd"},
     "evaluation": {"data", "models"},
     "report": {"privacy"},
+    "audit": {"recipe", "privacy", "data", "models", "dpsgd", "training"},
     "chain": {"recipe", "plan", "privacy", "data", "models", "training", "evaluation", "report"}
-    | {"cluster"},
+    | {"cluster", "audit"},
     "cluster": {"recipe"},
     "cli": {"recipe", "plan", "chain", "cluster"},
 }

@@ -2,7 +2,7 @@
 
     {storage}/runs/{run}/recipe.yaml                    the resolved recipe
                          phases/{phase}/checkpoint-…    training/checkpoint.py
-                         evaluation.json  export/  report.html
+                         evaluation.json  audit.json  export/  report.html
     {storage}/data/{name}-{digest}/…                    prepared data sets, shared by runs
     {storage}/domains/{domain}/{n:08d}.json             ledgers, shared by runs
     {storage}/private/                                  private logs (local disks only)
@@ -65,6 +65,11 @@ class RunLayout:
     def evaluation(self) -> Location:
         """The evaluation's results."""
         return self.root / "evaluation.json"
+
+    @property
+    def audit(self) -> Location:
+        """Results of an audit of this recipe's mechanisms."""
+        return self.root / "audit.json"
 
     @property
     def export(self) -> Location:

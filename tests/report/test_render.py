@@ -204,6 +204,33 @@ def test_what_is_missing_is_left_out() -> None:
     assert "nothing was evaluated" in page.text
 
 
+def test_an_audit_is_shown() -> None:
+    audit = {
+        "passed": True,
+        "family_error": 1e-3,
+        "mechanism": {"num_records": 1991, "num_steps": 150},
+        "claimed_epsilon": {"value": 7.7235},
+        "lower_bound": {"epsilon": 0.7071, "num_right": 70, "num_guesses": 88},
+        "membership": {"intervals": {"auc": [0.632, 0.702]}},
+        "checks": [
+            {"name": "noise_scale", "passed": True, "p_value": 0.0123, "detail": "std 1.0"},
+            {"name": "neighbours", "passed": False, "p_value": None, "detail": "moved by 2"},
+        ],
+    }
+    page = render_html(report_inputs(audits={"private": audit}))
+    for text in (
+        "Phase private: passed",
+        "0.707",
+        "7.7235",
+        "0.012",
+        "moved by 2",
+        "FAIL",
+        "exact",
+    ):
+        assert text in page
+    assert "audit" not in render_html(report_inputs())
+
+
 def test_a_private_n_is_not_shown() -> None:
     privacy = (dataclasses.replace(PRIVACY, num_records=None),)
     page = Page(render_html(report_inputs(privacy=privacy, phases=(warmup(),))))

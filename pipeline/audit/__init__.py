@@ -1,0 +1,24 @@
+"""Does it really do what it promises? Black-box audits of the training step, with canaries."""
+
+from pipeline.audit.checks import CheckResult, check_observation, check_step
+from pipeline.audit.lower_bound import LowerBound, one_run_lower_bound
+from pipeline.audit.membership import MembershipScores, membership_inference
+from pipeline.audit.phase_check import check_phase
+from pipeline.audit.run import audit_mechanism, table_lines
+from pipeline.audit.step import AuditSettings, Observation, observe
+
+__all__ = [
+    "AuditSettings",
+    "CheckResult",
+    "LowerBound",
+    "MembershipScores",
+    "Observation",
+    "audit_mechanism",
+    "check_observation",
+    "check_phase",
+    "check_step",
+    "membership_inference",
+    "observe",
+    "one_run_lower_bound",
+    "table_lines",
+]

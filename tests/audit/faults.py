@@ -1,0 +1,237 @@
+"""Ways to break the real step, each by changing the code that training runs.
+
+A fault is a function that patches; what it plants is what a person could write by mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.audit import step as audit_step
+from pipeline.dpsgd import clipping, engine
+from pipeline.dpsgd.engine import ClippedGradientSum
+from pipeline.privacy.keys import AttemptKey
+from pipeline.privacy.noise import KeyedNoise
+from pipeline.privacy.sampling import PoissonPlan
+from pipeline.training import gradients, phase
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+Gaussian = Callable[[KeyedNoise, int, int, int], np.ndarray]
+
+_gaussian: Gaussian = KeyedNoise.gaussian
+_record_ids = PoissonPlan.record_ids
+_accumulate = ClippedGradientSum.accumulate
+WORLD = 2
+
+
+def noise_as(change: Callable[[Gaussian, KeyedNoise, int, int, int], np.ndarray]) -> Fault:
+    def plant(patch: Patch) -> None:
+        def gaussian(self: KeyedNoise, step: int, start: int, stop: int) -> np.ndarray:
+            return change(_gaussian, self, step, start, stop)
+
+        patch.setattr(KeyedNoise, "gaussian", gaussian)
+
+    return plant
+
+
+def scaled(factor: float) -> Fault:
+    return noise_as(lambda draw, self, step, start, stop: factor * draw(self, step, start, stop))
+
+
+def repeated_every(length: Callable[[int], int]) -> Fault:
+    """Coordinate c gets the noise of c modulo a length: what ranks with one generator do."""
+
+    def change(draw: Gaussian, self: KeyedNoise, step: int, start: int, stop: int) -> np.ndarray:
+        period = length(stop)
+        return draw(self, step, 0, period)[np.arange(start, stop) % period]
+
+    return noise_as(change)
+
+
+def bf16_noise(draw: Gaussian, self: KeyedNoise, step: int, start: int, stop: int) -> np.ndarray:
+    values = torch.from_numpy(draw(self, step, start, stop))
+    return values.bfloat16().double().numpy()
+
+
+def uniform_noise(draw: Gaussian, self: KeyedNoise, step: int, start: int, stop: int) -> np.ndarray:
+    from scipy.stats import norm
+
+    return (norm.cdf(draw(self, step, start, stop)) - 0.5) * math.sqrt(12)
+
+
+def factors_as(change: Callable[[torch.Tensor, float], torch.Tensor]) -> Fault:
+    def plant(patch: Patch) -> None:
+        def factors(self: Any, norms_M: torch.Tensor) -> torch.Tensor:
+            return change(norms_M, self.max_grad_norm)
+
+        patch.setattr(clipping.FlatClipping, "factors", factors)
+
+    return plant
+
+
+def microbatch_clip(norms_M: torch.Tensor, bound: float) -> torch.Tensor:
+    """The microbatch's sum is clipped, not each image (canaries are orthogonal)."""
+    total = norms_M.nan_to_num().square().sum().sqrt()
+    return torch.full_like(norms_M, min(1.0, bound / float(total)) if total > 0 else 1.0)
+
+
+def norms_as(factor: float) -> Fault:
+    """The norm that is compared with the bound is `factor` of the true one."""
+
+    def plant(patch: Patch) -> None:
+        original = engine._whole_norms
+        patch.setattr(engine, "_whole_norms", lambda *found: factor * original(*found))
+
+    return plant
+
+
+def nan_through_the_clip(patch: Patch) -> None:
+    def accumulate(self: ClippedGradientSum, losses: Any, weights: Any = None) -> Any:
+        facts = _accumulate(self, losses, weights)
+        if not bool(torch.isfinite(facts.losses_M[weights > 0]).all()):
+            self.flat_sum += math.nan
+        return facts
+
+    patch.setattr(ClippedGradientSum, "accumulate", accumulate)
+
+
+def sampled_as(change: Callable[[PoissonPlan, int], np.ndarray]) -> Fault:
+    def plant(patch: Patch) -> None:
+        patch.setattr(PoissonPlan, "record_ids", change)
+
+    return plant
+
+
+def rate_times(factor: float) -> Fault:
+    def change(self: PoissonPlan, step: int) -> np.ndarray:
+        q = self.sampling_probability * factor
+        wider = PoissonPlan(key=self.key, num_records=self.num_records, sampling_probability=q)
+        return _record_ids(wider, step)
+
+    return sampled_as(change)
+
+
+def batch_size(plan: PoissonPlan) -> int:
+    return round(plan.num_records * plan.sampling_probability)
+
+
+def shuffled(self: PoissonPlan, step: int) -> np.ndarray:
+    """Fixed batches of a shuffled epoch."""
+    size = batch_size(self)
+    epoch, position = divmod(step, self.num_records // size)
+    order = np.random.default_rng([self.key[0], epoch]).permutation(self.num_records)
+    return np.sort(order[position * size : (position + 1) * size])
+
+
+def fixed_size(self: PoissonPlan, step: int) -> np.ndarray:
+    random = np.random.default_rng([self.key[0], step])
+    return np.sort(random.permutation(self.num_records)[: batch_size(self)])
+
+
+def truncated(self: PoissonPlan, step: int) -> np.ndarray:
+    ids = _record_ids(self, step)
+    return np.sort(np.random.default_rng(step).permutation(ids)[: batch_size(self)])
+
+
+def shared_sampler_seed(self: PoissonPlan, step: int) -> np.ndarray:
+    """Each of two ranks samples its own half of the records, with the same coins."""
+    half = PoissonPlan(
+        key=self.key,
+        num_records=self.num_records // WORLD,
+        sampling_probability=self.sampling_probability,
+    )
+    ids = _record_ids(half, step)
+    return np.concatenate([ids, ids + half.num_records])
+
+
+def same_sample_each_step(self: PoissonPlan, step: int) -> np.ndarray:
+    return _record_ids(self, 0)
+
+
+def every_record_twice(self: PoissonPlan, step: int) -> np.ndarray:
+    """A retried read is delivered again."""
+    return np.repeat(_record_ids(self, step), 2)
+
+
+def realised_batch_division(patch: Patch) -> None:
+    counts: dict[int, int] = {}
+
+    def remember(self: PoissonPlan, step: int) -> np.ndarray:
+        ids = _record_ids(self, step)
+        counts[step] = len(ids)
+        return ids
+
+    release = gradients.release_gradient
+
+    def divided(flat_sum: Any, *, step: int, divisor: float, **rest: Any) -> Any:
+        found = release(flat_sum, step=step, divisor=divisor, **rest)
+        found.flat.mul_(divisor / max(counts[step], 1))
+        return found
+
+    patch.setattr(PoissonPlan, "record_ids", remember)
+    patch.setattr(gradients, "release_gradient", divided)
+
+
+def both_ranks_read_all(patch: Patch) -> None:
+    """Every rank takes the whole sample instead of its slice of it."""
+    patch.setattr(audit_step, "rank_slice", lambda ids, rank, world: ids)
+
+
+def same_key_again(patch: Patch) -> None:
+    """Resume with the key of the attempt before: its sample and its noise come again."""
+    key = AttemptKey.from_bytes(b"k" * 32)
+    patch.setattr(AttemptKey, "from_os_entropy", classmethod(lambda cls: key))
+
+
+def noise_once_only(
+    draw: Gaussian, self: KeyedNoise, step: int, start: int, stop: int
+) -> np.ndarray:
+    return draw(self, step, start, stop) if step == 0 else np.zeros(stop - start)
+
+
+def one_step_is_not_charged(patch: Patch) -> None:
+    charge = phase._OpenPhase._charge
+    patch.setattr(
+        phase._OpenPhase, "_charge", lambda self, num_steps: charge(self, max(1, num_steps - 1))
+    )
+
+
+FAULTS: dict[str, Fault] = {
+    "no noise": scaled(0.0),
+    "noise / W": scaled(1 / WORLD),
+    "noise / sqrt(W)": scaled(1 / math.sqrt(WORLD)),
+    "noise x 0.9": scaled(0.9),
+    "noise x 0.99": scaled(0.99),
+    "noise in the first step only": noise_as(noise_once_only),
+    "the same noise in every step": noise_as(
+        lambda draw, self, step, start, stop: draw(self, 0, start, stop)
+    ),
+    "noise tiled over two slices": repeated_every(lambda size: -(-size // WORLD)),
+    "noise repeats after a chunk": repeated_every(lambda size: min(size, 65_536)),
+    "bf16 noise": noise_as(bf16_noise),
+    "uniform noise of the same width": noise_as(uniform_noise),
+    "no clip": factors_as(lambda norms_M, bound: torch.ones_like(norms_M)),
+    "microbatch clip": factors_as(microbatch_clip),
+    "per-layer clip without sqrt": norms_as(1 / math.sqrt(2)),
+    "norms 1 % too small": norms_as(0.99),
+    "NaN through the clip": nan_through_the_clip,
+    "rate x 2": rate_times(2.0),
+    "rate x 1.1": rate_times(1.1),
+    "shuffled batches": sampled_as(shuffled),
+    "fixed batch size": sampled_as(fixed_size),
+    "batches truncated at B": sampled_as(truncated),
+    "the same sample in every step": sampled_as(same_sample_each_step),
+    "shared sampler seed": sampled_as(shared_sampler_seed),
+    "records delivered twice": sampled_as(every_record_twice),
+    "every rank reads the whole sample": both_ranks_read_all,
+    "division by the realised batch": realised_batch_division,
+    "the key again after a resume": same_key_again,
+    "a step that is not charged": one_step_is_not_charged,
+}

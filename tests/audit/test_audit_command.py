@@ -1,0 +1,63 @@
+"""`dp-pretrain audit`: the recipe's own mechanism, its JSON, its place in the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from faults import FAULTS
+from small_recipe import dp_pretrain, write_small_recipe
+
+
+def test_audit_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_small_recipe(tmp_path)
+    assert dp_pretrain("run", recipe)[0] == 0
+    code, output = dp_pretrain("audit", recipe, "--seed", "1")
+    assert code == 0, output
+    run = tmp_path / "storage" / "runs" / "small"
+    result = json.loads((run / "audit.json").read_text())["private"]
+    assert result["passed"] and result["stamp"].startswith("NOT PRIVATE")
+    assert result["lower_bound"]["epsilon"] <= result["claimed_epsilon"]["value"]
+    plan = json.loads((run / "export" / "privacy.json").read_text())["statements"][0]
+    promised = plan["phases"][0]["mechanism"]
+    for name in ("sampling_probability", "noise_multiplier", "max_grad_norm"):
+        assert result["mechanism"][name] == promised[name]
+    assert dp_pretrain("run", recipe)[0] == 0
+    assert "Phase private: passed" in (run / "report.html").read_text()
+    assert not list(run.rglob("*canar*")), "an audit leaves no weights"
+
+    FAULTS["noise x 0.9"](monkeypatch)
+    out = tmp_path / "broken.json"
+    code, output = dp_pretrain("audit", recipe, "--seed", "1", "--out", out)
+    assert code == 1 and "FAIL  noise_scale" in output and "NOT PASSED" in output
+    assert not json.loads(out.read_text())["private"]["passed"]
+
+
+def test_large_sets_are_cut_and_told(tmp_path: Path) -> None:
+    from pipeline.audit.run import _scaled
+    from pipeline.privacy.mechanism import Mechanism
+
+    vip = Mechanism(
+        num_records=233_000_000,
+        expected_batch_size=98_304,
+        sampling_probability=98_304 / 233_000_000,
+        noise_multiplier=0.48,
+        max_grad_norm=0.1,
+        num_steps=6_000,
+        delta=1 / 466e6,
+    )
+    scaled = _scaled(vip)
+    assert scaled.noise_multiplier == 0.48 and scaled.max_grad_norm == 0.1
+    assert scaled.sampling_probability == pytest.approx(vip.sampling_probability, rel=1e-3)
+
+
+def test_a_public_recipe_has_nothing_to_audit(tmp_path: Path) -> None:
+    path = tmp_path / "public.yaml"
+    path.write_text(
+        'name: public\ndata: {s: {source: "synthetic:textures?num_images=9&size=16", '
+        "visibility: public, num_records: 9}}\nphases:\n  - {name: a, kind: public, data: s, "
+        "steps: 3, batch_size: 2, optimizer: {learning_rate: 1.0e-3}}\n"
+    )
+    code, output = dp_pretrain("audit", path, "--set", f"storage={tmp_path}")
+    assert code == 1 and "no private phase" in output
