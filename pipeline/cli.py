@@ -34,15 +34,26 @@ def main() -> None:
     default=1000.0,
     show_default=True,
 )
+@click.option(
+    "--solve",
+    type=click.Choice(["steps", "batch"]),
+    help="Print the most steps, or the largest batch, that target_epsilon allows at the recipe's "
+    "noise_multiplier (each private phase must give both).",
+)
 @readable
-def plan(recipe: str, overrides: tuple[str, ...], images_per_second: float) -> None:
+def plan(
+    recipe: str, overrides: tuple[str, ...], images_per_second: float, solve: str | None
+) -> None:
     """Print every derived number of RECIPE and refuse it if it costs more than its target."""
-    from pipeline.chain.console import print_plan
+    from pipeline.chain.console import print_plan, print_solved
     from pipeline.chain.layout import RunLayout
-    from pipeline.plan import plan_recipe
+    from pipeline.plan import plan_recipe, solve_recipe
 
     loaded = load_recipe(recipe, overrides)
     known = RunLayout(loaded).num_records()
+    if solve is not None:
+        print_solved(console, solve_recipe(loaded, known, solve))
+        return
     print_plan(console, plan_recipe(loaded, known, compare=True), images_per_second)
 
 

@@ -15,6 +15,7 @@ from pipeline.models.sizes import model_size, num_parameters
 from pipeline.privacy.accountant import Epsilon, calibrate_noise_multiplier, epsilon_of
 from pipeline.privacy.mechanism import Mechanism, default_delta, default_reserve_steps
 from pipeline.privacy.sampling import expected_coverage
+from pipeline.privacy.solve import calibrate_batch_size, calibrate_num_steps
 from pipeline.recipe import Phase, Recipe, RecipeError
 
 
@@ -100,6 +101,37 @@ def make_mechanism(phase: Phase, num_records: int) -> Mechanism:
     assert privacy.target_epsilon is not None
     noise_multiplier = calibrate_noise_multiplier(draft, target_epsilon=privacy.target_epsilon)
     return replace(draft, noise_multiplier=noise_multiplier)
+
+
+def solve_recipe(
+    recipe: Recipe, num_records: Mapping[str, int], unknown: str
+) -> list[tuple[str, Mechanism]]:
+    """What target_epsilon and noise_multiplier of each private phase allow together.
+
+    Args:
+        unknown: "steps" or "batch"; what the recipe says of it is only where the search starts.
+
+    Returns:
+        (phase, its mechanism with the largest allowed value), in order.
+
+    Raises:
+        RecipeError: for a private phase that does not give both.
+    """
+    solved = []
+    for phase in recipe.phases:
+        privacy = phase.privacy
+        if privacy is None:
+            continue
+        if privacy.target_epsilon is None or privacy.noise_multiplier is None:
+            raise RecipeError(
+                f"phases.{phase.name}.privacy: to solve for {unknown}, give both "
+                "target_epsilon and noise_multiplier (as in --set)"
+            )
+        known = num_records.get(phase.data) or _declared_num_records(recipe, phase)
+        mechanism = make_mechanism(phase, known)
+        solve = calibrate_num_steps if unknown == "steps" else calibrate_batch_size
+        solved.append((phase.name, solve(mechanism, target_epsilon=privacy.target_epsilon)))
+    return solved
 
 
 def _plan_phase(

@@ -11,6 +11,7 @@ from pipeline.data.prepare import SUMMARY_NAME, read_summary
 from pipeline.plan import PhasePlan
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.mechanism import Mechanism
 from pipeline.storage import Location
 from pipeline.training.metrics import PublicMetrics
 
@@ -27,6 +28,18 @@ def print_plan(console: Console, plans: Sequence[PhasePlan], images_per_second: 
         for note in plan.notes:
             console.print(f"  note: {note}", style="yellow", highlight=False)
         console.print()
+
+
+def print_solved(console: Console, solved: Sequence[tuple[str, Mechanism]]) -> None:
+    """What a target allows, one line a phase."""
+    for phase, mechanism in solved:
+        cost = epsilon_of([(mechanism, mechanism.max_charged_steps)], mechanism.delta)
+        console.print(
+            f"phase {phase}: steps {mechanism.num_steps:,}, expected batch "
+            f"{mechanism.expected_batch_size:,}, noise multiplier {mechanism.noise_multiplier:g} "
+            f"cost epsilon {cost.value} by {cost.accountant} at delta {cost.delta:.3g} "
+            f"({mechanism.reserve_steps:,} reserve steps included)"
+        )
 
 
 def plan_lines(plan: PhasePlan, images_per_second: float) -> list[tuple[str, str]]:

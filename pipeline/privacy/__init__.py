@@ -18,6 +18,8 @@ _HOME = {
     "Epsilon": "accountant",
     "calibrate_noise_multiplier": "accountant",
     "epsilon_of": "accountant",
+    "calibrate_batch_size": "solve",
+    "calibrate_num_steps": "solve",
     "AttemptKey": "keys",
     "PoissonPlan": "sampling",
     "ShufflePlan": "sampling",

@@ -219,3 +219,13 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     assert dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)[0] == 0
     kinds = [entry.body["epsilon"] for entry in ledger.entries() if entry.kind == "budget"]
     assert kinds == [3.0, 7.0, 30.0]
+
+
+def test_solve_for_steps_and_batch(recipe: Path) -> None:
+    noise = ["--set", "phases.private.privacy.noise_multiplier=1.0"]
+    code, output = dp_pretrain("plan", recipe, "--solve", "steps", *noise)
+    assert code == 0 and "phase private: steps " in output and "cost epsilon 7.9" in output
+    code, output = dp_pretrain("plan", recipe, "--solve", "batch", *noise)
+    assert code == 0 and "expected batch" in output and "(8 reserve steps included)" in output
+    code, output = dp_pretrain("plan", recipe, "--solve", "batch")
+    assert code == 1 and "give both target_epsilon and noise_multiplier" in output
