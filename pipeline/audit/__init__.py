@@ -1,6 +1,7 @@
 """Does it really do what it promises? Black-box audits of the training step, with canaries."""
 
 from pipeline.audit.checks import CheckResult, check_observation, check_step
+from pipeline.audit.f_dp_bound import TradeOff, f_dp_lower_bound
 from pipeline.audit.lower_bound import LowerBound, one_run_lower_bound
 from pipeline.audit.membership import MembershipScores, membership_inference
 from pipeline.audit.phase_check import check_phase
@@ -13,10 +14,12 @@ __all__ = [
     "LowerBound",
     "MembershipScores",
     "Observation",
+    "TradeOff",
     "audit_mechanism",
     "check_observation",
     "check_phase",
     "check_step",
+    "f_dp_lower_bound",
     "membership_inference",
     "observe",
     "one_run_lower_bound",

@@ -59,14 +59,12 @@ def one_run_lower_bound(
             f"scores has {num} entries and is_included {len(is_included)}: give one of each for "
             "every canary, two canaries or more"
         )
-    order = np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")
     choices = sorted({max(2, 2 * (num * share // 200)) for share in (5, 10, 20, 40, 70, 100)})
     best = LowerBound(
         epsilon=0.0, delta=delta, beta=beta, num_canaries=num, num_guesses=0, num_right=0
     )
     for guesses in choices:
-        half = guesses // 2
-        right = int(is_included[order[:half]].sum() + (~is_included[order[num - half :]]).sum())
+        right = num_right_guesses(scores, is_included, guesses)
         epsilon = largest_refuted_epsilon(num, guesses, right, delta, beta / len(choices))
         if epsilon > best.epsilon:
             best = LowerBound(
@@ -78,6 +76,15 @@ def one_run_lower_bound(
                 num_right=right,
             )
     return best
+
+
+def num_right_guesses(
+    scores: npt.NDArray[np.float64], is_included: npt.NDArray[np.bool_], num_guesses: int
+) -> int:
+    """How many of "the highest half of the guesses in, the lowest half out" are right."""
+    order = np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")
+    half = num_guesses // 2
+    return int(is_included[order[:half]].sum() + (~is_included[order[len(order) - half :]]).sum())
 
 
 def p_value(

@@ -211,6 +211,7 @@ def test_an_audit_is_shown() -> None:
         "mechanism": {"num_records": 1991, "num_steps": 150},
         "claimed_epsilon": {"value": 7.7235},
         "lower_bound": {"epsilon": 0.7071, "num_right": 70, "num_guesses": 88},
+        "f_dp_lower_bound": 1.2345,
         "membership": {"intervals": {"auc": [0.632, 0.702]}},
         "checks": [
             {"name": "noise_scale", "passed": True, "p_value": 0.0123, "detail": "std 1.0"},
