@@ -215,6 +215,8 @@ def train_stage(
     if layout.finished_phase(name) is not None:
         console.print(f"{name}: done")
         return
+    if settings.mechanism is not None:
+        hold_to_budgets(layout, plan_stage(layout))
     if phase.resources.workers == 0:
         outcome = _train_here(settings, show)
     else:

@@ -15,7 +15,7 @@ import timm
 import torch
 from small_recipe import dp_pretrain, write_small_recipe
 
-from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.ledger import BudgetExceeded, Ledger
 
 ROOT = Path(__file__).parents[2]
 
@@ -219,6 +219,20 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     assert dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)[0] == 0
     kinds = [entry.body["epsilon"] for entry in ledger.entries() if entry.kind == "budget"]
     assert kinds == [3.0, 7.0, 30.0]
+
+
+def test_budget_holds_where_preparing_is_skipped(recipe: Path, tmp_path: Path) -> None:
+    """A cluster's chain does not prepare again: the phase itself must see a new budget."""
+    from pipeline.chain.layout import RunLayout
+    from pipeline.chain.stages import train_stage
+    from pipeline.chain.terminal import make_console
+    from pipeline.recipe import load_recipe
+
+    assert dp_pretrain("prepare", recipe)[0] == 0
+    layout = RunLayout(load_recipe(recipe, ["data.private.budget={epsilon: 3, delta: 0.0025}"]))
+    train_stage(layout, "warmup", make_console())
+    with pytest.raises(BudgetExceeded, match=r"budget of epsilon 3\.0"):
+        train_stage(layout, "private", make_console())
 
 
 def test_solve_for_steps_and_batch(recipe: Path) -> None:
