@@ -5,6 +5,7 @@ from pipeline.audit.f_dp_bound import TradeOff, f_dp_lower_bound
 from pipeline.audit.lower_bound import LowerBound, one_run_lower_bound
 from pipeline.audit.membership import MembershipScores, membership_inference
 from pipeline.audit.phase_check import check_phase
+from pipeline.audit.rank_check import check_ranks
 from pipeline.audit.run import audit_mechanism, table_lines
 from pipeline.audit.step import AuditSettings, Observation, observe
 
@@ -18,6 +19,7 @@ __all__ = [
     "audit_mechanism",
     "check_observation",
     "check_phase",
+    "check_ranks",
     "check_step",
     "f_dp_lower_bound",
     "membership_inference",

@@ -14,6 +14,7 @@ from pipeline.audit.f_dp_bound import f_dp_lower_bound
 from pipeline.audit.lower_bound import num_right_guesses, one_run_lower_bound
 from pipeline.audit.membership import membership_inference
 from pipeline.audit.phase_check import check_phase
+from pipeline.audit.rank_check import check_ranks
 from pipeline.audit.step import AuditSettings, observe
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.mechanism import Mechanism
@@ -51,7 +52,7 @@ def audit_mechanism(
     say(f"{scaled.num_steps} steps over {settings.num_canaries} canaries, for the exact laws")
     checks = check_observation(observe(settings))
     say("one step again and again: neighbours, microbatches and ranks, attempts")
-    checks += [*check_step(settings), check_phase()]
+    checks += [*check_step(settings), check_ranks(settings), check_phase()]
     say("one run with every second canary left out, for the lower bound")
     coins = np.random.default_rng(None if seed is None else [seed, 77])
     included = coins.random(settings.num_canaries) < 0.5

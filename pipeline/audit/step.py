@@ -165,8 +165,13 @@ def phase_settings(settings: AuditSettings) -> PhaseSettings:
     )
 
 
-def observe(settings: AuditSettings, *, num_steps: int | None = None) -> Observation:
+def observe(
+    settings: AuditSettings, *, num_steps: int | None = None, rank: int | None = None
+) -> Observation:
     """Runs `num_steps` (default: all) steps of an attempt and keeps what came out.
+
+    Args:
+        rank: this process's, where it is one of several; None takes every rank's share here.
 
     Raises:
         whatever the step raises: an audit takes that as a failed check.
@@ -188,7 +193,7 @@ def observe(settings: AuditSettings, *, num_steps: int | None = None) -> Observa
                 rank_slice(step_ids, rank, settings.world_size)
                 for rank in range(settings.world_size)
             ]
-            for share in shares:
+            for share in shares if rank is None else [shares[rank]]:
                 _accumulate(settings, gradients, share)
             flat = gradients.finish_step(step).flat.numpy() * np.float32(
                 mechanism.expected_batch_size
