@@ -5,6 +5,7 @@ Everything here is a question about storage; what a plan costs is asked in plan.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 
 from pipeline.chain.layout import RunLayout
@@ -54,7 +55,7 @@ def _check_source(field: str, source: str) -> None:
 
 def _check_writable(field: str, value: str, place: Location) -> None:
     def probe() -> None:
-        file = place / ".writable"
+        file = place / f".writable-{uuid.uuid4().hex[:8]}"  # two commands may ask at once
         file.write_bytes(b"")
         file.delete()
 
