@@ -24,7 +24,7 @@ ALLOWED = {
     "training": {"recipe", "privacy", "data", "models", "dpsgd"},
     "evaluation": {"data", "models"},
     "report": {"privacy"},
-    "audit": {"recipe", "privacy", "data", "models", "dpsgd", "training"},
+    "audit": {"recipe", "privacy", "data", "models", "dpsgd", "training", "evaluation"},
     "chain": {"recipe", "plan", "privacy", "data", "models", "training", "evaluation", "report"}
     | {"cluster", "audit"},
     "cluster": {"recipe"},

@@ -246,7 +246,7 @@ def _report_inputs(
         privacy=_privacy_facts(layout, statements),
         phases=[_phase_facts(layout, phase) for phase in recipe.phases],
         evaluation=read_evaluation(layout),
-        audits=json.loads(layout.audit.read_text()) if layout.audit.exists() else {},
+        audit=json.loads(layout.audit.read_text()) if layout.audit.exists() else None,
         pictures=None,
         statement_markdown=_statement_text(statements),
         recipe_yaml=_published(recipe).to_yaml(),

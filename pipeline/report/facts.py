@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -217,7 +217,7 @@ class ReportInputs:
         privacy: One entry per privacy domain that shaped the weights.
         phases: In the order of training.
         evaluation: The results of `evaluate_encoders`; None if nothing was evaluated.
-        audits: By private phase, the results of `dp-pretrain audit`; empty if there was none.
+        audit: The results of `dp-pretrain audit`; None if there was none.
         pictures: Reconstructions; None for none.
         statement_markdown: The privacy statement.
         recipe_yaml: The resolved recipe.
@@ -234,7 +234,7 @@ class ReportInputs:
     pictures: Pictures | None
     statement_markdown: str
     recipe_yaml: str
-    audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    audit: Mapping[str, Any] | None = None
     export: str | None = None
     created: str | None = None
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from faults import FAULTS
 from small_recipe import dp_pretrain, write_small_recipe
 
@@ -16,7 +17,7 @@ def test_audit_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, output = dp_pretrain("audit", recipe, "--seed", "1")
     assert code == 0, output
     run = tmp_path / "storage" / "runs" / "small"
-    result = json.loads((run / "audit.json").read_text())["private"]
+    result = json.loads((run / "audit.json").read_text())["phases"]["private"]
     assert result["passed"] and result["stamp"].startswith("NOT PRIVATE")
     assert result["lower_bound"]["epsilon"] <= result["claimed_epsilon"]["value"]
     plan = json.loads((run / "export" / "privacy.json").read_text())["statements"][0]
@@ -31,7 +32,7 @@ def test_audit_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     out = tmp_path / "broken.json"
     code, output = dp_pretrain("audit", recipe, "--seed", "1", "--out", out)
     assert code == 1 and "FAIL  noise_scale" in output and "NOT PASSED" in output
-    assert not json.loads(out.read_text())["private"]["passed"]
+    assert not json.loads(out.read_text())["phases"]["private"]["passed"]
 
 
 def test_large_sets_are_cut_and_told(tmp_path: Path) -> None:
@@ -61,3 +62,28 @@ def test_a_public_recipe_has_nothing_to_audit(tmp_path: Path) -> None:
     )
     code, output = dp_pretrain("audit", path, "--set", f"storage={tmp_path}")
     assert code == 1 and "no private phase" in output
+
+
+def test_membership_of_private_images_stays_in_the_private_log(tmp_path: Path) -> None:
+    """PITFALLS 31: only the attack on public images is shown."""
+    recipe = write_small_recipe(tmp_path)
+    content = yaml.safe_load(recipe.read_text())
+    content["data"]["private"]["splits"] = {"train": 0.5, "rest": 0.5}
+    content["data"]["synthetic"]["splits"] = {"train": 0.6, "held_out": 0.4}
+    content["phases"][0]["data"], content["phases"][1]["data"] = "synthetic.train", "private.train"
+    content["phases"][0]["steps"] = 4
+    recipe.write_text(yaml.safe_dump(content))
+    code, output = dp_pretrain("run", recipe)
+    assert code == 0, output
+    code, output = dp_pretrain("audit", recipe, "--seed", "2")
+    assert code == 0, output
+    storage = tmp_path / "storage"
+    shown = json.loads((storage / "runs" / "small" / "audit.json").read_text())["membership"]
+    assert list(shown) == ["warmup"] and shown["warmup"]["members"] == "synthetic.train"
+    assert "membership of phase private: in the private log" in output
+    (line,) = (storage / "private" / "small-private-audit.jsonl").read_text().splitlines()
+    kept = json.loads(line)["membership"]
+    assert kept["members"] == "private.train" and kept["others"] == "private.rest"
+    for value in (kept["auc"], *kept["intervals"]["auc"]):
+        assert f"{value:.3f}" not in output.partition("membership of")[2]
+        assert repr(value) not in (storage / "runs" / "small" / "audit.json").read_text()

@@ -35,3 +35,12 @@ def test_shifted_laws_give_their_auc() -> None:
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match="with the same F"):
         membership_inference(np.zeros((9, 2)), np.zeros((9, 3)))
+
+
+def test_a_model_that_remembers_its_images_is_told() -> None:
+    """Members whose loss is far lower, as an overfitted model's are."""
+    random = np.random.default_rng(5)
+    others = random.normal(0, 1, (200, 4))
+    members = random.normal(-4, 1, (200, 4))
+    scores = membership_inference(members, others)
+    assert scores.auc > 0.99 and scores.intervals["auc"][0] > 0.97

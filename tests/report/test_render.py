@@ -218,7 +218,11 @@ def test_an_audit_is_shown() -> None:
             {"name": "neighbours", "passed": False, "p_value": None, "detail": "moved by 2"},
         ],
     }
-    page = render_html(report_inputs(audits={"private": audit}))
+    public = {"members": "synthetic.train", "others": "synthetic.held_out", "num_scored": 981}
+    public["intervals"] = {"auc": [0.481, 0.532], "accuracy": [0.47, 0.53]}
+    content = {"phases": {"private": audit}, "membership": {"warmup": public}}
+    page = render_html(report_inputs(audit=content))
+    assert "images of synthetic.train (public, phase warmup)" in page and "0.481" in page
     for text in (
         "Phase private: passed",
         "0.707",
