@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -84,8 +85,6 @@ def change_weights(path: Path) -> None:
 
 def other_weights_with_their_statement(storage: Path) -> None:
     """Weights of one's own under a statement that names them: no entry does."""
-    import hashlib
-
     export = storage / "runs" / "small" / "export"
     before = hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
     change_weights(export / "model.safetensors")
@@ -101,6 +100,24 @@ def embellish(storage: Path) -> None:
 
 
 RUN = Path("runs") / "small"
+
+
+def cut_tail_of_an_unexported_run(storage: Path) -> None:
+    """Only the head that a checkpoint keeps can tell."""
+    shutil.rmtree(storage / RUN / "export")
+    cut_tail(storage)
+
+
+def checkpoint_of_ones_own(storage: Path) -> None:
+    """Other weights under a checkpoint whose digests fit them: no entry names them."""
+    shutil.rmtree(storage / RUN / "export")
+    folder = storage / RUN / "phases" / "private" / "checkpoint-00000008"
+    before = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    change_weights(folder / "model.safetensors")
+    after = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    edit(folder / "checkpoint.json", before.encode(), after.encode())
+
+
 TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "entry edited": (
         lambda s: edit(entry(s, 1), b'"num_steps":2', b'"num_steps":1'),
@@ -108,6 +125,8 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "entry removed": (lambda s: entry(s, 2).unlink(), "lacks entry 2"),
     "tail cut off": (cut_tail, "its tail was cut off or rewritten"),
+    "tail cut off, not exported": (cut_tail_of_an_unexported_run, "its tail was cut off"),
+    "checkpoint of one's own": (checkpoint_of_ones_own, "names weights"),
     "weights changed": (
         lambda s: change_weights(s / RUN / "export" / "model.safetensors"),
         "the weights were changed",

@@ -15,6 +15,7 @@ def test_open_clusters_are_refused(monkeypatch: pytest.MonkeyPatch, mode: str | 
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("connected"))
     with pytest.raises(RuntimeError, match=r"RAY_AUTH_MODE is .* cluster.yaml does"):
         with connected():
             pytest.fail("connected")
