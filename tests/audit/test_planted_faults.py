@@ -60,8 +60,10 @@ CAUGHT: dict[str, list[str]] = {}
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
-    CAUGHT[fault] = [check.name for check in everything(SETTINGS) if not check.passed]
-    assert CAUGHT[fault], f"no check notices: {fault}"
+    names = [check.name for check in everything(SETTINGS) if not check.passed]
+    assert names, f"no check notices: {fault}"
+    # `attempts` draws from the operating system: where others notice, whether it does is chance.
+    CAUGHT[fault] = [name for name in names if name != "attempts"] or names
 
 
 def test_the_table_in_the_readme_is_what_was_caught(request: pytest.FixtureRequest) -> None:
