@@ -478,6 +478,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "rec
         raise RecipeError(f"{origin}: not valid YAML: {error}") from None
     except RecursionError:
         raise RecipeError(f"{origin}: nested too deeply for a recipe") from None
+    except ValueError as error:  # a date that is none, a number of 5,000 digits
+        raise RecipeError(f"{origin}: a value cannot be read: {error}") from None
     if not isinstance(content, dict):
         found = {list: "a list", type(None): "empty"}.get(type(content), "a number or text")
         raise RecipeError(
@@ -541,8 +543,8 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override!r}: {'.'.join(parents)} has no keys")
     try:
         node[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise RecipeError(f"--set {override!r}: the value is not valid YAML") from None
+    except (yaml.YAMLError, ValueError):
+        raise RecipeError(f"--set {override[:80]!r}: the value is not valid YAML") from None
     if isinstance(node[last], dict) and ":" in value and not value.lstrip().startswith("{"):
         node[last] = value
 

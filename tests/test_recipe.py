@@ -59,6 +59,7 @@ def test_override_addresses_list_members_by_name() -> None:
         ("name=Has Spaces", "name: is 'Has Spaces'"),
         ("phases", "path=value"),
         ("=3", "path=value"),
+        ("name=2020-13-45", "the value is not valid YAML"),
         ("data.benchmark.budget={epsilon: 1, delta: 1.0e-5}", "for a public data set"),
         ("data.private.budget={epsilon: 0, delta: 1.0e-5}", "budget.epsilon: is 0"),
         ("phases..steps=3", "path=value"),

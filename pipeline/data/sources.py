@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import urllib.parse
 import zlib
 from abc import ABC, abstractmethod
@@ -156,10 +157,18 @@ def _list_below(root: Location) -> _Listing:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(name)
-            elif entry.is_dir():
+                continue
+            try:
+                kind = entry.stat().st_mode
+            except OSError:  # a broken link, or one to itself
+                listing.faults.append((name, "broken_link"))
+                continue
+            if stat.S_ISDIR(kind):
                 listing.faults.append((name, "linked_folder"))
-            elif entry.is_file() or entry.is_symlink():  # a broken link cannot be read, later
-                listing.files.append((name, Location(entry.path).num_bytes()))
+            elif stat.S_ISREG(kind):
+                listing.files.append((name, entry.stat().st_size))
+            else:  # reading a pipe or a device may never end
+                listing.faults.append((name, "not_a_file"))
     listing.files.sort()
     listing.faults.sort()
     return listing

@@ -90,10 +90,23 @@ def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
     assert [r.key for r in records_of(f"imagefolder:{tmp_path}/link")] == ["1.png"]
 
 
-def test_pipes_are_not_opened(tmp_path: Path) -> None:
+def test_pipes_devices_and_links_to_them_are_not_opened(tmp_path: Path) -> None:
+    """Reading them may never end; a link to itself must not refuse the whole folder."""
     (tmp_path / "1.png").write_bytes(png(1))
     os.mkfifo(tmp_path / "2.png")
-    assert [r.key for r in records_of(f"imagefolder:{tmp_path}")] == ["1.png"]
+    (tmp_path / "3.png").symlink_to("2.png")
+    (tmp_path / "4.png").symlink_to("/dev/zero")
+    (tmp_path / "5.png").symlink_to("5.png")
+    (tmp_path / "6.png").symlink_to("nowhere")
+    records = records_of(f"imagefolder:{tmp_path}")
+    assert [(r.key, r.error) for r in records] == [
+        ("1.png", None),
+        ("2.png", "not_a_file"),
+        ("3.png", "not_a_file"),
+        ("4.png", "not_a_file"),
+        ("5.png", "broken_link"),
+        ("6.png", "broken_link"),
+    ]
 
 
 def test_file_names_need_not_be_utf8(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ def prepare(
         empty = [name or config.name for name, num in summary.num_records.items() if not num]
         if empty:
             raise ValueError(
-                f"source={config.source}: no record is left for {', '.join(empty)}; left out:"
-                f" {dict(summary.left_out)}; check the source (see {destination / SUMMARY_NAME})"
+                f"source={config.source}: no record is left for {', '.join(empty)};"
+                f" {destination / SUMMARY_NAME} says what was left out and why: check the source"
             )
         manifests = {
             name: write_dataset(
