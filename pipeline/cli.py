@@ -111,15 +111,17 @@ def privacy() -> None:
 
 
 @privacy.command()
-@click.argument("run_name", metavar="RUN")
+@click.argument("run_or_domain", metavar="RUN_OR_DOMAIN")
 @_storage
+@click.option("--ledger-home", metavar="PLACE", help="Where a domain's ledger is, if not there.")
 @readable
-def show(run_name: str, storage: str) -> None:
-    """Print the ledgers of the privacy domains that RUN reads, over all their runs."""
+def show(run_or_domain: str, storage: str, ledger_home: str | None) -> None:
+    """Print what all runs over a privacy domain have paid: of each domain that RUN reads, or of
+    the DOMAIN itself (a run of the same name goes first, unless --ledger-home is given)."""
     from pipeline.chain.console import print_ledger
-    from pipeline.chain.layout import open_run
+    from pipeline.chain.layout import open_ledgers
 
-    for ledger in open_run(run_name, storage).ledgers():
+    for ledger in open_ledgers(run_or_domain, storage, ledger_home):
         print_ledger(console, ledger)
 
 
