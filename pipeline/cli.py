@@ -36,9 +36,9 @@ def main() -> None:
 )
 @click.option(
     "--solve",
-    type=click.Choice(["steps", "batch"]),
-    help="Print the most steps, or the largest batch, that target_epsilon allows at the recipe's "
-    "noise_multiplier (each private phase must give both).",
+    type=click.Choice(["steps", "batch", "noise"]),
+    help="Print the most steps or the largest batch that target_epsilon allows at the recipe's "
+    "noise_multiplier (each private phase must give both), or the least noise it needs.",
 )
 @readable
 def plan(
