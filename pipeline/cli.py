@@ -126,6 +126,30 @@ def show(run_or_domain: str, storage: str, ledger_home: str | None) -> None:
 
 
 @privacy.command()
+@click.argument("run_or_domain", metavar="RUN_OR_DOMAIN")
+@_storage
+@click.option("--ledger-home", metavar="PLACE", help="Where a domain's ledger is, if not there.")
+@click.option("--who", required=True, help="Who reads them.")
+@click.option("--reason", required=True, help="What for.")
+@click.confirmation_option(
+    prompt="This cannot be undone: all later statements say UNBOUNDED. Go on?"
+)
+@readable
+def unprotected(
+    run_or_domain: str, storage: str, ledger_home: str | None, who: str, reason: str
+) -> None:
+    """Record, before it happens, that the pictures of a privacy domain are read without
+    protection: by a person, or by a program that gives no guarantee."""
+    from pipeline.chain.layout import open_ledgers
+
+    for ledger in open_ledgers(run_or_domain, storage, ledger_home):
+        head = ledger.record_unprotected(who, "outside dp-pretrain", reason)
+        console.print(
+            f"domain {ledger.domain}: recorded as entry {head.index}; its total is UNBOUNDED"
+        )
+
+
+@privacy.command()
 @click.argument("run_name", metavar="RUN")
 @_storage
 @readable

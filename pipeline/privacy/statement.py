@@ -50,6 +50,9 @@ _ASSUMPTIONS = (
     "floating point: sums of clipped gradients in fp32 with a margin of 2^-12 on the clipping "
     "norm, noise in float64, their sum rounded once to a power-of-two grid; the difference from "
     "real-valued Gaussian noise is not part of delta",
+    "composition: all phases, attempts and runs over the domain are added up as if each read the "
+    "same records; where they read disjoint splits of one data set, which a record's own digest "
+    "decides, that overstates what they cost a record (no parallel composition is claimed)",
     "steps lost in a crash were not looked at: this model's own epsilon counts the steps that "
     "lead to it, the run's counts all that were paid for",
 )

@@ -250,6 +250,32 @@ def test_show(storage: Path) -> None:
     assert code == 1 and "known runs: ['small']" in output
 
 
+def test_unprotected_access_is_in_all_that_follows(storage: Path) -> None:
+    """Recorded first; then the export's statement, its text, the report and verify say so."""
+    run = storage / RUN
+    words = ["privacy", "unprotected", "small", "--storage", storage, "--who", "a rehearsal"]
+    words += ["--reason", "a baseline without noise"]
+    code, output = dp_pretrain(*words)
+    assert code == 1 and "cannot be undone" in output  # nobody said yes
+    assert dp_pretrain("privacy", "verify", "small", "--storage", storage)[0] == 0
+    code, output = dp_pretrain(*words, "--yes")
+    assert code == 0 and "small-domain: recorded as entry" in output and "UNBOUNDED" in output
+    code, output = verify(storage)
+    assert code == 0 and "all runs: UNBOUNDED" in output, "what was stated before was true then"
+    shutil.rmtree(run / "export")
+    (run / "report.html").unlink()
+    code, output = dp_pretrain("run", storage.parent / "small.yaml")
+    assert code == 0 and "unbounded for the domain 'small-domain'" in output, output
+    (statement,) = json.loads((run / "export" / "privacy.json").read_text())["statements"]
+    assert statement["epsilon"]["domain"] == "unbounded"
+    assert statement["epsilon"]["this_model"]["value"] <= 8
+    says = {"export/PRIVACY.md": "UNBOUNDED", "export/README.md": "| no bound |"}
+    for text, words in {**says, "report.html": "is unbounded: its records"}.items():
+        assert words in (run / text).read_text(), text
+    code, output = verify(storage)
+    assert code == 0 and "all runs: UNBOUNDED" in output
+
+
 def test_show_adds_up_the_phases_of_a_run(tmp_path: Path) -> None:
     ledger = Ledger(str(tmp_path / "domains"), "photos")
     mechanism = Mechanism(
