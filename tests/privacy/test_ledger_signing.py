@@ -74,6 +74,19 @@ def test_signed_entries_by_hand(tmp_path: Path, key_file: Path) -> None:
     assert Ledger(str(tmp_path), "photos").verify().num_entries == 3
 
 
+def test_the_chain_by_hand(tmp_path: Path, key_file: Path) -> None:
+    """As pipeline/privacy/README.md says how to check it."""
+    charge(Ledger(str(tmp_path), "photos"), "rün")
+    previous = "0" * 64
+    for path in sorted((tmp_path / "photos").glob("*.json")):
+        record = json.loads(path.read_text("ascii"))
+        fields = {k: v for k, v in record.items() if k not in ("digest", "signature")}
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        assert record["digest"] == hashlib.sha256(text.encode()).hexdigest()
+        assert record["previous"] == previous
+        previous = record["digest"]
+
+
 @pytest.mark.parametrize("how", ["old signatures", "another key", "no signatures"])
 def test_forged_entries_are_refused_with_the_key(
     tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch, how: str
