@@ -36,9 +36,9 @@ def main() -> None:
 )
 @click.option(
     "--solve",
-    type=click.Choice(["steps", "batch"]),
-    help="Print the most steps, or the largest batch, that target_epsilon allows at the recipe's "
-    "noise_multiplier (each private phase must give both).",
+    type=click.Choice(["steps", "batch", "noise"]),
+    help="Print the most steps or the largest batch that target_epsilon allows at the recipe's "
+    "noise_multiplier (each private phase must give both), or the least noise it needs.",
 )
 @readable
 def plan(
@@ -111,16 +111,42 @@ def privacy() -> None:
 
 
 @privacy.command()
-@click.argument("run_name", metavar="RUN")
+@click.argument("run_or_domain", metavar="RUN_OR_DOMAIN")
 @_storage
+@click.option("--ledger-home", metavar="PLACE", help="Where a domain's ledger is, if not there.")
 @readable
-def show(run_name: str, storage: str) -> None:
-    """Print the ledgers of the privacy domains that RUN reads, over all their runs."""
+def show(run_or_domain: str, storage: str, ledger_home: str | None) -> None:
+    """Print what all runs over a privacy domain have paid: of each domain that RUN reads, or of
+    the DOMAIN itself (a run of the same name goes first, unless --ledger-home is given)."""
     from pipeline.chain.console import print_ledger
-    from pipeline.chain.layout import open_run
+    from pipeline.chain.layout import open_ledgers
 
-    for ledger in open_run(run_name, storage).ledgers():
+    for ledger in open_ledgers(run_or_domain, storage, ledger_home):
         print_ledger(console, ledger)
+
+
+@privacy.command()
+@click.argument("run_or_domain", metavar="RUN_OR_DOMAIN")
+@_storage
+@click.option("--ledger-home", metavar="PLACE", help="Where a domain's ledger is, if not there.")
+@click.option("--who", required=True, help="Who reads them.")
+@click.option("--reason", required=True, help="What for.")
+@click.confirmation_option(
+    prompt="This cannot be undone: all later statements say UNBOUNDED. Go on?"
+)
+@readable
+def unprotected(
+    run_or_domain: str, storage: str, ledger_home: str | None, who: str, reason: str
+) -> None:
+    """Record, before it happens, that the pictures of a privacy domain are read without
+    protection: by a person, or by a program that gives no guarantee."""
+    from pipeline.chain.layout import open_ledgers
+
+    for ledger in open_ledgers(run_or_domain, storage, ledger_home):
+        head = ledger.record_unprotected(who, "outside dp-pretrain", reason)
+        console.print(
+            f"domain {ledger.domain}: recorded as entry {head.index}; its total is UNBOUNDED"
+        )
 
 
 @privacy.command()

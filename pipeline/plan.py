@@ -106,32 +106,55 @@ def make_mechanism(phase: Phase, num_records: int) -> Mechanism:
 def solve_recipe(
     recipe: Recipe, num_records: Mapping[str, int], unknown: str
 ) -> list[tuple[str, Mechanism]]:
-    """What target_epsilon and noise_multiplier of each private phase allow together.
+    """What the target_epsilon of each private phase allows: steps, batch, or noise.
 
     Args:
-        unknown: "steps" or "batch"; what the recipe says of it is only where the search starts.
+        unknown: "steps" or "batch" (the most, at the recipe's noise_multiplier) or "noise" (the
+            least); what the recipe says of it is ignored.
 
     Returns:
-        (phase, its mechanism with the largest allowed value), in order.
+        (phase, its mechanism with that value), in order; exactly what `plan_recipe` makes of a
+        recipe in which the value is set (test_solved_values_are_what_plan_accepts).
 
     Raises:
-        RecipeError: for a private phase that does not give both.
+        RecipeError: for a private phase that does not give what the search needs.
     """
     solved = []
     for phase in recipe.phases:
         privacy = phase.privacy
         if privacy is None:
             continue
-        if privacy.target_epsilon is None or privacy.noise_multiplier is None:
+        target = privacy.target_epsilon
+        if target is None or (privacy.noise_multiplier is None and unknown != "noise"):
+            needed = "target_epsilon" + ("" if unknown == "noise" else " and noise_multiplier")
             raise RecipeError(
-                f"phases.{phase.name}.privacy: to solve for {unknown}, give both "
-                "target_epsilon and noise_multiplier (as in --set)"
+                f"phases.{phase.name}.privacy: to solve for {unknown}, give {needed} (as in --set)"
             )
         known = num_records.get(phase.data) or _declared_num_records(recipe, phase)
-        mechanism = make_mechanism(phase, known)
-        solve = calibrate_num_steps if unknown == "steps" else calibrate_batch_size
-        solved.append((phase.name, solve(mechanism, target_epsilon=privacy.target_epsilon)))
+        solved.append((phase.name, make_mechanism(_solved(phase, known, target, unknown), known)))
     return solved
+
+
+def _solved(phase: Phase, num_records: int, target_epsilon: float, unknown: str) -> Phase:
+    """The phase with the value that was looked for."""
+    privacy = phase.privacy
+    assert privacy is not None
+    if unknown == "noise":
+        calibrated = privacy.model_copy(update={"noise_multiplier": None})
+        return phase.model_copy(update={"privacy": calibrated})
+    mechanism = make_mechanism(phase, num_records)
+    if unknown == "steps":
+
+        def reserve_of(num_steps: int) -> int:
+            if privacy.reserve_steps is not None:
+                return privacy.reserve_steps
+            return default_reserve_steps(num_steps, phase.checkpoint_interval)
+
+        made = calibrate_num_steps(mechanism, target_epsilon=target_epsilon, reserve_of=reserve_of)
+        return phase.model_copy(update={"steps": made.num_steps})
+    made = calibrate_batch_size(mechanism, target_epsilon=target_epsilon)
+    larger = privacy.model_copy(update={"expected_batch_size": made.expected_batch_size})
+    return phase.model_copy(update={"privacy": larger})
 
 
 def _plan_phase(

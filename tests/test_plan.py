@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.chain.console import plan_lines
-from pipeline.plan import PhasePlan, plan_recipe
+from pipeline.plan import PhasePlan, make_mechanism, plan_recipe, solve_recipe
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 
 DEMO = Path(__file__).parent.parent / "jobs" / "recipes" / "demo.yaml"
@@ -71,6 +71,28 @@ def test_phases_over_one_domain_share_the_target() -> None:
     assert private(base).epsilon is not None
     with pytest.raises(RecipeError, match=r"read the same privacy domain demo .* over the target"):
         plan_recipe(both)
+
+
+@pytest.mark.parametrize("unknown", ["steps", "batch", "noise"])
+def test_solved_values_are_what_plan_accepts(unknown: str) -> None:
+    """The reserve that follows from the steps, and a cap on q, are in the answer."""
+    reserve = "phases.private.checkpoint_interval=1"  # so that 2 % of the steps is the larger
+    recipe = demo(reserve)
+    ((name, solved),) = solve_recipe(recipe, {}, unknown)
+    value, key = {
+        "steps": (solved.num_steps, "steps"),
+        "batch": (solved.expected_batch_size, "privacy.expected_batch_size"),
+        "noise": (solved.noise_multiplier, "privacy.noise_multiplier"),
+    }[unknown]
+    plan = private(demo(reserve, f"phases.{name}.{key}={value}"))
+    assert plan.mechanism == solved
+    assert plan.epsilon is not None and plan.epsilon.value <= 8
+    if unknown == "batch":
+        assert plan.batch_size == 3_000, "max_sampling_probability is 0.05"
+    if unknown == "steps":
+        assert solved.reserve_steps > make_mechanism(recipe.phases[-1], 60_000).reserve_steps
+        with pytest.raises(RecipeError, match="over target_epsilon 8"):
+            private(demo(reserve, f"phases.{name}.steps={value + 1}"))
 
 
 def test_memory_grows_with_the_microbatch() -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from pipeline.data.prepare import SUMMARY_NAME, read_summary
 from pipeline.plan import PhasePlan
 from pipeline.privacy.accountant import epsilon_of
-from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.ledger import Ledger, LedgerReport, PhaseAccount
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.storage import Location
 from pipeline.training.metrics import PublicMetrics
@@ -120,36 +120,56 @@ def print_prepared(console: Console, name: str, destination: Location) -> None:
 
 
 def print_ledger(console: Console, ledger: Ledger) -> None:
-    """What a privacy domain has paid: runs, phases, attempts, epsilon, and its head."""
+    """What a privacy domain has paid: runs, phases, attempts, epsilon, and its head.
+
+    A run of several phases has a line of its own below them: what they come to together.
+    """
     report = ledger.verify()
     table = Table(title=f"privacy domain {report.domain}", title_justify="left", box=None)
     for heading in ("run", "phase", "attempts", "steps charged", "of", "ended", "epsilon, delta"):
         table.add_column(heading)
-    for account in report.phases:
-        mechanism = account.mechanism
-        cost = epsilon_of([(mechanism, account.num_charged_steps)], mechanism.delta).value
-        seeded = any(attempt.is_seeded for attempt in account.attempts)
-        table.add_row(
-            account.run,
-            account.phase,
-            f"{len(account.attempts)}",
-            f"{account.num_charged_steps:,}",
-            f"{mechanism.num_steps:,} + {mechanism.reserve_steps:,}",
-            account.finished or "not yet",
-            "NOT PRIVATE (seeded)" if seeded else f"{cost}, {mechanism.delta:.3g}",
-        )
+    for run in dict.fromkeys(account.run for account in report.phases):
+        phases = [account for account in report.phases if account.run == run]
+        for account in phases:
+            mechanism = account.mechanism
+            table.add_row(
+                run,
+                account.phase,
+                f"{len(account.attempts)}",
+                f"{account.num_charged_steps:,}",
+                f"{mechanism.num_steps:,} + {mechanism.reserve_steps:,}",
+                account.finished or "not yet",
+                _cost_text([account]),
+            )
+        if len(phases) > 1:
+            num_attempts = sum(len(account.attempts) for account in phases)
+            num_steps = sum(account.num_charged_steps for account in phases)
+            whole = [run, "all phases", f"{num_attempts}", f"{num_steps:,}"]
+            table.add_row(*whole, "", "", _cost_text(phases))
     console.print(table)
     for run, phase, reason in report.unprotected:
         console.print(f"  read without protection: run {run}, {phase}: {reason}", style="yellow")
-    if report.epsilon is None:
-        total = "nothing was charged"
-    elif report.is_total_bounded:
-        total = f"epsilon {report.epsilon.value} at delta {report.epsilon.delta:.3g}"
-    else:
-        total = "UNBOUNDED"
-    console.print(f"total over all runs: {total}", style="bold")
+    console.print(f"total over all runs: {total_text(report)}", style="bold")
     if report.budget is not None:
         budget = report.budget
         console.print(f"budget: epsilon {budget.epsilon} at delta {budget.delta:.3g}")
     head = report.head
     console.print(f"ledger: {report.num_entries} entries, head {head.index} {head.digest}")
+
+
+def total_text(report: LedgerReport) -> str:
+    """What all runs over a domain come to, in words."""
+    if not report.is_total_bounded:
+        return "UNBOUNDED"
+    if report.epsilon is None:
+        return "nothing was charged"
+    return f"epsilon {report.epsilon.value} at delta {report.epsilon.delta:.3g}"
+
+
+def _cost_text(accounts: Sequence[PhaseAccount]) -> str:
+    """What phases come to together, at the smallest of their deltas."""
+    if any(attempt.is_seeded for account in accounts for attempt in account.attempts):
+        return "NOT PRIVATE (seeded)"
+    delta = min(account.mechanism.delta for account in accounts)
+    steps = [(account.mechanism, account.num_charged_steps) for account in accounts]
+    return f"{epsilon_of(steps, delta).value}, {delta:.3g}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareConfig, has_source_changed
 from pipeline.privacy.ledger import Ledger
-from pipeline.recipe import Dataset, Recipe, RecipeError, parse_recipe
+from pipeline.recipe import Dataset, Phase, Recipe, RecipeError, parse_recipe
 from pipeline.storage import Location
 from pipeline.training.checkpoint import latest_checkpoint, read_facts
 
@@ -53,6 +53,11 @@ class RunLayout:
         """The ledgers of the privacy domains that the recipe names."""
         domains = {dataset.domain for dataset in self.recipe.data.values() if dataset.domain}
         return [Ledger(self.ledger_home, domain) for domain in sorted(domains)]
+
+    def domain(self, phase: Phase) -> str:
+        """The privacy domain that a private phase charges: its data set's, or one of its own."""
+        dataset = self.recipe.dataset_of(phase.data, f"phases.{phase.name}.data")
+        return dataset.domain or f"public-{phase.data}"
 
     @property
     def private_log(self) -> str | None:
@@ -252,18 +257,48 @@ def open_run(name_or_folder: str, storage: str) -> RunLayout:
     Raises:
         RecipeError: if there is no such run; the known ones are named.
     """
-    folder = Location(name_or_folder)
-    if not (folder / "recipe.yaml").exists():
-        folder = Location(storage) / "runs" / name_or_folder
-    if not (folder / "recipe.yaml").exists():
-        known = [place.name for place in (Location(storage) / "runs").list()]
+    folder = _run_folder(name_or_folder, storage)
+    if folder is None:
         raise RecipeError(
-            f"run {name_or_folder!r}: not found in {storage}/runs; known runs: {known}. "
-            "Give --storage, or the run's folder"
+            f"run {name_or_folder!r}: not found in {storage}/runs; known runs: "
+            f"{_names_in(Location(storage) / 'runs')}. Give --storage, or the run's folder"
         )
     recipe = _saved_recipe(folder / "recipe.yaml")
     base = folder.uri.removesuffix(f"/runs/{recipe.name}")
     return RunLayout(recipe.model_copy(update={"storage": base}))
+
+
+def open_ledgers(run_or_domain: str, storage: str, ledger_home: str | None = None) -> list[Ledger]:
+    """The ledgers of the domains that a run reads, or that of a domain named itself.
+
+    Args:
+        run_or_domain: a run's name or folder (a run knows its ledger home), else a domain's name.
+        storage: where runs live, and ledgers (in `domains`) unless `ledger_home` is given.
+        ledger_home: where to look for a domain; the name is then not taken for a run's.
+
+    Raises:
+        RecipeError: if there is neither; what is known is named.
+    """
+    if ledger_home is None and _run_folder(run_or_domain, storage) is not None:
+        return open_run(run_or_domain, storage).ledgers()
+    home = Location(ledger_home or f"{storage.rstrip('/')}/domains")
+    known = _names_in(home)
+    if run_or_domain not in known:
+        raise RecipeError(
+            f"{run_or_domain!r}: no run of this name in {storage}/runs (known runs: "
+            f"{_names_in(Location(storage) / 'runs')}) and no ledger in {home} (known domains: "
+            f"{known}). Give --storage, --ledger-home, or the run's folder"
+        )
+    return [Ledger(str(home), run_or_domain)]
+
+
+def _run_folder(name_or_folder: str, storage: str) -> Location | None:
+    places = (Location(name_or_folder), Location(storage) / "runs" / name_or_folder)
+    return next((place for place in places if (place / "recipe.yaml").exists()), None)
+
+
+def _names_in(folder: Location) -> list[str]:
+    return sorted(place.name for place in folder.list())
 
 
 def _absolute_source(source: str) -> str:

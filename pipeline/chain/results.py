@@ -139,14 +139,14 @@ def export_stage(layout: RunLayout, console: Console) -> None:
         console.print(_claim(statement), style="bold")
 
 
-_NO_LINEAGE = (
+NO_LINEAGE_TEXT = (
     "# Privacy statement\n\nNo private record shaped these weights. What other phases of the run "
     "spent, if any, is in the ledger of their privacy domain.\n"
 )
 
 
 def _statement_text(statements: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(statement_text(each) for each in statements) or _NO_LINEAGE
+    return "\n".join(statement_text(each) for each in statements) or NO_LINEAGE_TEXT
 
 
 def _claim(statement: Mapping[str, Any]) -> str:

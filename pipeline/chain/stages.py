@@ -143,10 +143,9 @@ def phase_settings(layout: RunLayout, name: str) -> PhaseSettings:
     root = layout.data_root(phase.data)
     if not DatasetManifest.exists(root):
         raise ValueError(f"phase {name}: {phase.data!r} is not prepared yet; run prepare first")
-    manifest = DatasetManifest.load(root)
     plan = next(plan for plan in plan_stage(layout) if plan.name == name)
     is_private = phase.kind == "private"
-    domain = manifest.domain or f"public-{phase.data}" if is_private else None
+    domain = layout.domain(phase) if is_private else None
     return PhaseSettings(
         run=recipe.name,
         phase=phase,

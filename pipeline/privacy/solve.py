@@ -16,12 +16,18 @@ from pipeline.privacy.mechanism import Mechanism
 MAX_NUM_STEPS = 1_000_000
 
 
-def calibrate_num_steps(mechanism: Mechanism, *, target_epsilon: float) -> Mechanism:
+def calibrate_num_steps(
+    mechanism: Mechanism,
+    *,
+    target_epsilon: float,
+    reserve_of: Callable[[int], int] | None = None,
+) -> Mechanism:
     """Returns the mechanism with the most steps whose epsilon, reserve included, is allowed.
 
     Args:
         mechanism: all its fields but num_steps are kept.
         target_epsilon: from 0.001 to 1,000.
+        reserve_of: num_steps -> reserve_steps, never falling; default: the mechanism's.
 
     Raises:
         ValueError: for a target out of range, or one that even a single step exceeds.
@@ -32,7 +38,8 @@ def calibrate_num_steps(mechanism: Mechanism, *, target_epsilon: float) -> Mecha
     """
 
     def with_steps(num: int) -> Mechanism:
-        return dataclasses.replace(mechanism, num_steps=num)
+        reserve = mechanism.reserve_steps if reserve_of is None else reserve_of(num)
+        return dataclasses.replace(mechanism, num_steps=num, reserve_steps=reserve)
 
     return with_steps(_largest(with_steps, target_epsilon, 1, MAX_NUM_STEPS, "step"))
 

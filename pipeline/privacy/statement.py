@@ -50,6 +50,9 @@ _ASSUMPTIONS = (
     "floating point: sums of clipped gradients in fp32 with a margin of 2^-12 on the clipping "
     "norm, noise in float64, their sum rounded once to a power-of-two grid; the difference from "
     "real-valued Gaussian noise is not part of delta",
+    "composition: all phases, attempts and runs over the domain are added up as if each read the "
+    "same records; where they read disjoint splits of one data set, which a record's own digest "
+    "decides, that overstates what they cost a record (no parallel composition is claimed)",
     "steps lost in a crash were not looked at: this model's own epsilon counts the steps that "
     "lead to it, the run's counts all that were paid for",
 )
@@ -86,13 +89,15 @@ def build_statement(
         labels_covered: whether labels are part of the protected record.
 
     Raises:
-        LedgerError: if the ledger does not verify, does not name the weights, or was not
-            charged for the lineage.
+        LedgerError: if the ledger does not verify, does not name the weights as those of the
+            lineage's last step, or was not charged for the lineage.
 
     Guarantees:
         1. Nothing in it is typed by hand that the ledger knows (test_statement_follows_ledger).
         2. A seeded attempt in the lineage makes it NOT PRIVATE; unprotected access to the
            domain makes the domain's total unbounded (test_statement_says_not_private).
+        3. Steps that led to the weights cannot be left out: the ledger says at which step
+           they were made (test_unfounded_statements_are_refused).
     """
     if hyperparameter_search not in _SEARCHES:
         raise ValueError(
@@ -103,6 +108,13 @@ def build_statement(
         raise ValueError("lineage is empty; a model without a private phase needs no statement")
     report = ledger.verify(weights_digest=weights_digest)
     accounts = [_account(report, step) for step in lineage]
+    made_at, _ = accounts[-1].weights.get(weights_digest, (None, ""))
+    if made_at != lineage[-1].num_steps:
+        raise LedgerError(
+            f"lineage ends with step {lineage[-1].num_steps} of run {lineage[-1].run!r}, phase "
+            f"{lineage[-1].phase!r}; the ledger of domain {report.domain!r} does not name these "
+            "weights there: state the steps that led to them"
+        )
     phases = [
         (account.mechanism, step.num_steps) for account, step in zip(accounts, lineage, strict=True)
     ]

@@ -242,4 +242,6 @@ def test_solve_for_steps_and_batch(recipe: Path) -> None:
     code, output = dp_pretrain("plan", recipe, "--solve", "batch", *noise)
     assert code == 0 and "expected batch" in output and "(8 reserve steps included)" in output
     code, output = dp_pretrain("plan", recipe, "--solve", "batch")
-    assert code == 1 and "give both target_epsilon and noise_multiplier" in output
+    assert code == 1 and "give target_epsilon and noise_multiplier" in output
+    code, output = dp_pretrain("plan", recipe, "--solve", "noise")
+    assert code == 0 and "cost epsilon 7.9" in output

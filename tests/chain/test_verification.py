@@ -13,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_recipe import dp_pretrain, write_small_recipe
 
+from pipeline.chain.results import NO_LINEAGE_TEXT
+from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.mechanism import Mechanism
+from pipeline.privacy.statement import statement_text
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +168,132 @@ def test_tampered_runs_are_refused(storage: Path, how: str) -> None:
     assert "Traceback" not in output
 
 
+def change_checkpoint(storage: Path, **changes: object) -> None:
+    """Other facts in a checkpoint whose files are left as they are."""
+    path = storage / RUN / "phases" / "private" / "checkpoint-00000008" / "checkpoint.json"
+    content = json.loads(path.read_text())
+    content["facts"].update(changes)
+    path.write_text(json.dumps(content))
+
+
+def take_statement_away(storage: Path) -> None:
+    export = storage / RUN / "export"
+    (export / "privacy.json").write_text(json.dumps({"statements": []}))
+    (export / "PRIVACY.md").write_text(NO_LINEAGE_TEXT)
+
+
+def make_it_public(storage: Path) -> None:
+    """As if no private phase had been: in the checkpoints, the statement and its text."""
+    take_statement_away(storage)
+    kept = sorted((storage / RUN / "phases" / "private").glob("checkpoint-*"))
+    for folder in kept[:-1]:
+        shutil.rmtree(folder)
+    change_checkpoint(storage, lineage=[], ledger_head=None, mechanism_digest=None)
+
+
+def state_fewer_steps(storage: Path) -> None:
+    """A statement and its text, of two steps: each fits the other and the ledger's charges."""
+    export = storage / RUN / "export"
+    content = json.loads((export / "privacy.json").read_text())
+    (statement,) = content["statements"]
+    (phase,) = statement["phases"]
+    phase["num_steps"] = 2
+    cost = epsilon_of([(Mechanism.from_json(phase["mechanism"]), 2)], statement["delta"])
+    statement["epsilon"]["this_model"] = cost.to_json()
+    (export / "privacy.json").write_text(json.dumps(content))
+    (export / "PRIVACY.md").write_text(statement_text(statement))
+
+
+def claim_fewer_steps(storage: Path) -> None:
+    """The same, and in the checkpoint too."""
+    state_fewer_steps(storage)
+    own = {"domain": "small-domain", "run": "small", "phase": "private", "num_steps": 2}
+    change_checkpoint(storage, lineage=[own], step=2)
+
+
+UNDERSTATED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "statement taken away": (take_statement_away, "descend from private phases over"),
+    "statement lost": (lambda s: (s / RUN / "export" / "privacy.json").unlink(), "nothing is"),
+    "made public": (make_it_public, "keeps no ledger head"),
+    "made public but for the head": (
+        lambda s: change_checkpoint(s, lineage=[]),
+        "the phases of this run give",
+    ),
+    "fewer steps stated": (state_fewer_steps, "says otherwise than the ledger in epsilon, phases"),
+    "fewer steps claimed": (claim_fewer_steps, "the ledger says of its weights"),
+}
+
+
+@pytest.mark.parametrize("how", UNDERSTATED)
+def test_understated_runs_are_refused(storage: Path, how: str) -> None:
+    understate, message = UNDERSTATED[how]
+    understate(storage)
+    code, output = verify(storage)
+    assert code == 1 and message in output and "verified\n" not in output, output
+    assert "Traceback" not in output
+
+
 def test_show(storage: Path) -> None:
     ledger = Ledger(str(storage / "domains"), "small-domain")
     code, output = dp_pretrain("privacy", "show", "small", "--storage", storage)
     assert code == 0 and ledger.head().digest in output
     assert "total over all runs: epsilon" in output and "complete" in output
+    assert dp_pretrain("privacy", "show", "small-domain", "--storage", storage) == (0, output)
+    home = ["--ledger-home", storage / "domains"]
+    assert dp_pretrain("privacy", "show", "small-domain", *home) == (0, output)
+    code, other = dp_pretrain("privacy", "show", "small", *home)
+    assert code == 1 and "known domains: ['small-domain']" in other
     ledger.record_unprotected("look", "debug", "a person looked at them")
     code, output = dp_pretrain("privacy", "show", "small", "--storage", storage)
     assert "a person looked at them" in output and "UNBOUNDED" in output
     code, output = dp_pretrain("privacy", "show", "nobody", "--storage", storage)
     assert code == 1 and "known runs: ['small']" in output
+
+
+def test_unprotected_access_is_in_all_that_follows(storage: Path) -> None:
+    """Recorded first; then the export's statement, its text, the report and verify say so."""
+    run = storage / RUN
+    words = ["privacy", "unprotected", "small", "--storage", storage, "--who", "a rehearsal"]
+    words += ["--reason", "a baseline without noise"]
+    code, output = dp_pretrain(*words)
+    assert code == 1 and "cannot be undone" in output  # nobody said yes
+    assert dp_pretrain("privacy", "verify", "small", "--storage", storage)[0] == 0
+    code, output = dp_pretrain(*words, "--yes")
+    assert code == 0 and "small-domain: recorded as entry" in output and "UNBOUNDED" in output
+    code, output = verify(storage)
+    assert code == 0 and "all runs: UNBOUNDED" in output, "what was stated before was true then"
+    shutil.rmtree(run / "export")
+    (run / "report.html").unlink()
+    code, output = dp_pretrain("run", storage.parent / "small.yaml")
+    assert code == 0 and "unbounded for the domain 'small-domain'" in output, output
+    (statement,) = json.loads((run / "export" / "privacy.json").read_text())["statements"]
+    assert statement["epsilon"]["domain"] == "unbounded"
+    assert statement["epsilon"]["this_model"]["value"] <= 8
+    says = {"export/PRIVACY.md": "UNBOUNDED", "export/README.md": "| no bound |"}
+    for text, words in {**says, "report.html": "is unbounded: its records"}.items():
+        assert words in (run / text).read_text(), text
+    code, output = verify(storage)
+    assert code == 0 and "all runs: UNBOUNDED" in output
+
+
+def test_show_adds_up_the_phases_of_a_run(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "domains"), "photos")
+    mechanism = Mechanism(
+        num_records=1_000,
+        expected_batch_size=20,
+        sampling_probability=0.02,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        num_steps=40,
+        delta=1e-4,
+    )
+    for phase in ("first", "second"):
+        key = AttemptKey.from_os_entropy().commitment()
+        attempt = ledger.open_attempt(
+            run="two", phase=phase, mechanism=mechanism, key_commitment=key, first_step=0
+        )
+        attempt.charge(0, 40)
+    code, output = dp_pretrain("privacy", "show", "photos", "--storage", tmp_path)
+    cost = epsilon_of([(mechanism, 80)], 1e-4).value
+    (line,) = [line for line in output.splitlines() if "all phases" in line]
+    assert code == 0 and line.split() == ["two", "all", "phases", "2", "80", f"{cost},", "0.0001"]

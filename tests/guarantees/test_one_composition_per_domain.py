@@ -48,6 +48,19 @@ def test_one_composition_per_domain(tmp_path: Path) -> None:
     assert report.epsilon is not None and report.epsilon.value == total
 
 
+def test_disjoint_splits_are_added_up(tmp_path: Path) -> None:
+    """Not composed in parallel, whatever the splits: the larger alone would be too little for
+    sets that overlap, and nothing in a ledger proves that they do not."""
+    small = dataclasses.replace(FIRST, num_records=500, sampling_probability=0.2)
+    run_all(tmp_path, "a", "on-one-split", FIRST)
+    run_all(tmp_path, "a", "on-the-other", small)
+    report = Ledger(str(tmp_path), "photos").verify()
+    alone = [epsilon_of([(m, 50)], 1e-5).value for m in (FIRST, small)]
+    assert report.epsilon is not None
+    assert report.epsilon.value == epsilon_of([(FIRST, 50), (small, 50)], 1e-5).value
+    assert report.epsilon.value > max(alone)
+
+
 def test_a_domain_budget_bounds_all_runs(tmp_path: Path) -> None:
     alone = epsilon_of([(FIRST, 50)], 1e-5).value
     Ledger(str(tmp_path), "photos").set_budget(1.2 * alone, 1e-5)

@@ -146,6 +146,22 @@ def test_full_batch_closed_form(noise_multiplier: float) -> None:
     assert exact <= total(gaussian(noise_multiplier)).value <= exact + 3e-4
 
 
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    noise=st.floats(0.5, 20.0),
+    steps=st.integers(1, 40),
+    exponent=st.integers(3, 9),
+)
+def test_full_batch_closed_form_on_random_settings(noise: float, steps: int, exponent: int) -> None:
+    """T steps of noise z sqrt(T) are one step of noise z; never below the exact value."""
+    delta = 10.0**-exponent
+    mechanism = gaussian(noise * math.sqrt(steps), num_steps=steps, delta=delta)
+    exact = exact_gaussian_epsilon(noise, delta)
+    found = total(mechanism)
+    assert exact <= found.value <= max(exact, 1e-4) + 3e-4
+    assert found.rdp >= exact
+
+
 def test_full_batch_oracles() -> None:
     assert total(gaussian(1.0)).value == pytest.approx(4.3772, abs=1.1e-4)
     assert total(gaussian(1.0, delta=0.1269367375)).value == pytest.approx(1.0, abs=3e-4)

@@ -145,6 +145,7 @@ def test_number_of_records_is_not_stated_under_add_or_remove_one(ledger: Ledger)
         ({"lineage": [LineageStep(run="run", phase="private", num_steps=21)]}, "names 21 steps"),
         ({"lineage": [LineageStep(run="run", phase="private", num_steps=0)]}, "names 0 steps"),
         ({"lineage": [LineageStep(run="run", phase="other", num_steps=1)]}, "no attempt"),
+        ({"lineage": [LineageStep(run="run", phase="private", num_steps=10)]}, "step 10 of run"),
         ({"lineage": []}, "lineage is empty"),
         ({"hyperparameter_search": "some"}, "hyperparameter_search is 'some'"),
     ],

@@ -1,7 +1,8 @@
 """The write-ahead, hash-chained record of what a privacy domain has paid.
 
 `entries.py` is one entry and the chain, `rules.py` what may follow what, `home.py` storage that can
-create an object only if it is absent, `book.py` the ledger and the attempts that write to it.
+create an object only if it is absent, `signing.py` the optional key, `book.py` the ledger and the
+attempts that write to it.
 """
 
 from pipeline.privacy.ledger.book import Attempt, Ledger, LedgerReport

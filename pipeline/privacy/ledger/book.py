@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,12 @@ from pipeline.privacy.ledger.entries import (
 )
 from pipeline.privacy.ledger.home import Home, open_home
 from pipeline.privacy.ledger.rules import Budget, DomainState, PhaseAccount, Spent
+from pipeline.privacy.ledger.signing import (
+    KEY_FILE_VARIABLE,
+    key_from_environment,
+    require_signature,
+    signature,
+)
 from pipeline.privacy.mechanism import Mechanism
 
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -58,6 +64,8 @@ class Ledger:
     Args:
         home: a path, or s3://, gs://, az:// (extra `object-store`), or a Home.
         domain: name of the privacy domain: lower-case letters, digits, `.`, `_`, `-`.
+        key: signs what is written and must have signed what is read; default: the content of
+            the file that DP_PRETRAIN_LEDGER_KEY_FILE names, or none.
 
     Guarantees:
         1. An entry exists whole or not at all, whatever the moment of a kill -9, and an append
@@ -67,12 +75,15 @@ class Ledger:
         3. Altered, reordered, removed or moved entries are refused on reading, and so are
            entries that break the rules (test_tampering_is_refused).
         4. Storage that cannot create-if-absent is refused (test_overwriting_store_is_refused).
+        5. With a key, entries that it did not sign are refused; without it, no entry is added to
+           signed ones (test_forged_entries_are_refused_with_the_key).
 
-    Whoever may write to the storage is trusted: the chain shows accidents and cuts made after a
-    head was kept elsewhere, not a forger who rewrites it from the start.
+    Without a key whoever may write to the storage is trusted: the chain shows accidents and cuts
+    made after a head was kept elsewhere, not a forger who rewrites it from the start. A cut-off
+    tail is as well signed as before: only heads kept elsewhere show it.
     """
 
-    def __init__(self, home: str | Home, domain: str) -> None:
+    def __init__(self, home: str | Home, domain: str, *, key: bytes | None = None) -> None:
         if not _DOMAIN.fullmatch(domain):
             raise LedgerError(
                 f"domain is {domain!r}; it must be 1 to 63 lower-case letters, digits, '.', '_' "
@@ -80,6 +91,7 @@ class Ledger:
             )
         self.domain = domain
         self._home = open_home(home, domain) if isinstance(home, str) else home
+        self._key = key_from_environment() if key is None else key
         self._lock = threading.RLock()
         self._entries: list[LedgerEntry] = []
         self._state = DomainState(domain)
@@ -191,7 +203,7 @@ class Ledger:
         Raises:
             LedgerError: for any inconsistency, a cut-off tail, or unknown weights.
         """
-        fresh = Ledger(self._home, self.domain)
+        fresh = Ledger(self._home, self.domain, key=self._key)
         entries = fresh.entries()
         state = fresh._state
         if head is not None and head.index >= 0:
@@ -262,6 +274,7 @@ class Ledger:
                     written_at=datetime.now(UTC).isoformat(timespec="minutes"),
                     body=body,
                 )
+                entry = self._signed(entry)
                 if self._home.create(entry.index, entry.to_bytes()):
                     state.apply(entry)
                     self._entries.append(entry)
@@ -270,6 +283,18 @@ class Ledger:
             f"the ledger of domain {self.domain!r} could not be written: others were faster "
             f"{_MAX_LOST_RACES} times; nothing was charged, start again"
         )
+
+    def _signed(self, entry: LedgerEntry) -> LedgerEntry:
+        """Returns the entry as it is to be written; signed ledgers take signed entries only."""
+        if self._key is not None:
+            return replace(entry, signature=signature(entry, self._key))
+        if any(each.signature is not None for each in self._entries):
+            raise LedgerError(
+                f"the entries of domain {self.domain!r} are signed, and this process has no key: "
+                f"set {KEY_FILE_VARIABLE} to the key's file, here and wherever the phase trains; "
+                "nothing was charged"
+            )
+        return entry
 
     def _refresh(self) -> None:
         """Reads and checks the entries written since the last look."""
@@ -281,6 +306,8 @@ class Ledger:
             )
         for index in indices[len(self._entries) :]:
             entry = LedgerEntry.from_bytes(self._home.read(index), domain=self.domain, index=index)
+            if self._key is not None:
+                require_signature(entry, self._key)
             self._state.apply(entry)
             self._entries.append(entry)
 

@@ -72,6 +72,8 @@ class LedgerEntry:
         kind: attempt, charge, weights, finish, unprotected or budget.
         written_at: UTC time to the minute, ISO 8601; informative only.
         body: the fields of its kind (`BODY_FIELDS`), no others.
+        signature: HMAC of the digest (signing.py), where the writer had a key; outside the
+            digest, so that the chain holds for readers without it.
     """
 
     domain: str
@@ -80,6 +82,7 @@ class LedgerEntry:
     kind: str
     written_at: str
     body: dict[str, Any]
+    signature: str | None = None
 
     def __post_init__(self) -> None:
         fields = BODY_FIELDS.get(self.kind)
@@ -104,7 +107,8 @@ class LedgerEntry:
 
     def to_bytes(self) -> bytes:
         """Returns the stored object: canonical JSON with the digest in it, one line."""
-        return _canonical({**self._fields(), "digest": self.digest}) + b"\n"
+        signed = {} if self.signature is None else {"signature": self.signature}
+        return _canonical({**self._fields(), **signed, "digest": self.digest}) + b"\n"
 
     @classmethod
     def from_bytes(cls, content: bytes, *, domain: str, index: int) -> LedgerEntry:
@@ -122,6 +126,7 @@ class LedgerEntry:
                 kind=record["kind"],
                 written_at=record["written_at"],
                 body=record["body"],
+                signature=record.get("signature"),
             )
             is_intact = entry.to_bytes() == content
         except LedgerError:
