@@ -55,6 +55,7 @@ def check_observation(observation: Observation) -> list[CheckResult]:
         _noise_over_slices(observation),
         _sampling_rate(observation),
         _batch_variance(observation),
+        _batch_size_law(observation),
         _record_counts(observation),
         _independence_over_steps(observation),
         _independence_over_records(observation),
@@ -190,6 +191,21 @@ def _batch_variance(seen: Observation) -> _Finding:
     return _finding(
         "batch_variance", [p], f"variance {np.square(sizes - num * q).mean():.1f} of {expected:.1f}"
     )
+
+
+def _batch_size_law(seen: Observation) -> _Finding:
+    """The whole law of the batch sizes: a cap at B halves the steps' variance, but not surely.
+
+    Each size is spread evenly over its own step of the distribution function, with public coins, so
+    that the Kolmogorov-Smirnov test is exact.
+    """
+    num, q = seen.settings.num_canaries, seen.settings.mechanism.sampling_probability
+    sizes = np.array([len(ids) for ids in _all_ids(seen)])
+    coins = np.random.default_rng(0).random(len(sizes))
+    levels = stats.binom.cdf(sizes - 1, num, q) + coins * stats.binom.pmf(sizes, num, q)
+    p = stats.kstest(levels, "uniform").pvalue
+    share = float((sizes > num * q).mean())
+    return _finding("batch_size_law", [p], f"{100 * share:.0f} % of the steps above B")
 
 
 def _record_counts(seen: Observation) -> _Finding:

@@ -35,7 +35,8 @@ LONG, SHORT = 1e3, 0.25
 """Norms of the canaries' gradients over max_grad_norm."""
 HOSTILE = (1e30, math.inf, math.nan, 1e10, 0.0, 1e-30, -1e3, 1.001)
 """Norms over max_grad_norm that no honest picture has; less than 0 points the other way."""
-NUM_SILENT = 70_000
+_SILENT_SIDE = 265
+NUM_SILENT = _SILENT_SIDE**2
 """Coordinates that get noise and nothing else: more than one of the noise's chunks of 65,536."""
 
 
@@ -135,7 +136,7 @@ class CanaryModel(nn.Module):
         self.register_buffer("direction_N", torch.from_numpy(directions))
         self.first = nn.Linear(num, 1, bias=False)
         self.second = nn.Linear(num, 1, bias=False)
-        self.silent = nn.Linear(1, NUM_SILENT, bias=False)
+        self.silent = nn.Linear(_SILENT_SIDE, _SILENT_SIDE, bias=False)
 
     def forward(self, images_M3HW: Tensor, mask_uniforms: Tensor) -> Tensor:
         """Loss of each picture, [M]."""
@@ -144,7 +145,7 @@ class CanaryModel(nn.Module):
         rows_MN = images_M3HW.new_zeros(len(images_M3HW), len(scale_N))
         rows_MN.scatter_(1, direction_N[numbers_M, None], scale_N[numbers_M, None])
         seen_M = (self.first(rows_MN) + self.second(rows_MN)).squeeze(1)
-        return seen_M + self.silent(torch.zeros_like(rows_MN[:, :1])).sum(1)
+        return seen_M + self.silent(rows_MN.new_zeros(len(rows_MN), _SILENT_SIDE)).sum(1)
 
 
 def phase_settings(settings: AuditSettings) -> PhaseSettings:
