@@ -7,14 +7,14 @@ FAMILY_ERROR (Bonferroni). The others hold exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from pipeline.audit.step import AuditSettings, Observation, observe
+from pipeline.audit.step import HOSTILE, AuditSettings, Observation, observe
 
 FAMILY_ERROR = 1e-3
 _ROUNDING = 1e-5
@@ -55,6 +55,7 @@ def check_observation(observation: Observation) -> list[CheckResult]:
         _noise_over_slices(observation),
         _sampling_rate(observation),
         _batch_variance(observation),
+        _batch_size_law(observation),
         _record_counts(observation),
         _independence_over_steps(observation),
         _independence_over_records(observation),
@@ -69,7 +70,8 @@ def check_observation(observation: Observation) -> list[CheckResult]:
         )
         for finding in findings
     ]
-    return [*results, _released_numbers(observation), _delivery(observation)]
+    exact = (_released_numbers, _release_grid, _delivered_once, _delivered_as_planned)
+    return [*results, *(check(observation) for check in exact)]
 
 
 # ------------------------------------------------------------------- what comes out: the release
@@ -146,6 +148,28 @@ def _released_numbers(seen: Observation) -> CheckResult:
     )
 
 
+def _release_grid(seen: Observation) -> CheckResult:
+    """Sum + noise lies on the grid 2^(floor(log2(noise std)) - 20): no low bit tells the sum.
+
+    The division by B, rounded to fp32, and its undoing here move a number by at most 2^-24 of
+    itself: a sixteenth of the grid for numbers up to half a noise std.
+
+    Source: arXiv 2112.05307.
+    """
+    std = seen.settings.mechanism.noise_std
+    grid = 2.0 ** (math.floor(math.log2(std)) - 20)
+    worst = 0.0
+    for flat in seen.released:
+        small = flat[np.abs(flat) <= std / 2] / grid
+        worst = max(worst, float(np.abs(small - np.rint(small)).max(initial=0.0)))
+    return CheckResult(
+        name="release_grid",
+        passed=worst <= 1 / 16 + 1e-3,
+        p_value=None,
+        detail=f"{worst:.3f} of the grid away from it; B's rounding moves by up to 0.063",
+    )
+
+
 # ------------------------------------------------------------------------ what went in: the sampler
 
 
@@ -167,6 +191,21 @@ def _batch_variance(seen: Observation) -> _Finding:
     return _finding(
         "batch_variance", [p], f"variance {np.square(sizes - num * q).mean():.1f} of {expected:.1f}"
     )
+
+
+def _batch_size_law(seen: Observation) -> _Finding:
+    """The whole law of the batch sizes: a cap at B halves the steps' variance, but not surely.
+
+    Each size is spread evenly over its own step of the distribution function, with public coins, so
+    that the Kolmogorov-Smirnov test is exact.
+    """
+    num, q = seen.settings.num_canaries, seen.settings.mechanism.sampling_probability
+    sizes = np.array([len(ids) for ids in _all_ids(seen)])
+    coins = np.random.default_rng(0).random(len(sizes))
+    levels = stats.binom.cdf(sizes - 1, num, q) + coins * stats.binom.pmf(sizes, num, q)
+    p = stats.kstest(levels, "uniform").pvalue
+    share = float((sizes > num * q).mean())
+    return _finding("batch_size_law", [p], f"{100 * share:.0f} % of the steps above B")
 
 
 def _record_counts(seen: Observation) -> _Finding:
@@ -208,14 +247,28 @@ def _independence_over_records(seen: Observation) -> _Finding:
     return _finding("independence_over_records", p_values, "counterparts at N/2 and N/4")
 
 
-def _delivery(seen: Observation) -> CheckResult:
-    """No record twice in a step, on one rank or on two."""
+def _delivered_once(seen: Observation) -> CheckResult:
+    """No record twice in a step, on one rank or on two: read off the pixels."""
     repeated = sum(len(ids) - len(np.unique(ids)) for ids in _all_ids(seen))
     return CheckResult(
         name="delivered_once",
         passed=repeated == 0,
         p_value=None,
         detail=f"{repeated} repeated deliveries in {len(seen.delivered)} steps",
+    )
+
+
+def _delivered_as_planned(seen: Observation) -> CheckResult:
+    """The pictures that came are those of the records that were drawn: none lost, none swapped."""
+    differing = sum(
+        not np.array_equal(np.sort(ids), np.sort(planned))
+        for ids, planned in zip(_all_ids(seen), seen.planned, strict=True)
+    )
+    return CheckResult(
+        name="delivered_as_planned",
+        passed=differing == 0,
+        p_value=None,
+        detail=f"{differing} of {len(seen.delivered)} steps differ",
     )
 
 
@@ -241,23 +294,36 @@ def _outcome(name: str, check: Callable[[], tuple[bool, str]]) -> CheckResult:
 
 
 def _neighbours(settings: AuditSettings) -> tuple[bool, str]:
-    """With the same randomness, one record more or less moves the released sum by <= the bound."""
+    """With the same randomness, one record more or less moves the released sum by <= the bound.
+
+    Of ordinary canaries, orthogonal, and of hostile ones that all point the same way.
+    """
     pinned = replace(settings, seed=settings.seed or 0)
-    first = observe(pinned, num_steps=1)
-    bound, worst = settings.mechanism.max_grad_norm, 0.0
+    worst = {
+        name: max(_moves(replace(pinned, is_hostile=is_hostile), period), default=0.0)
+        for name, is_hostile, period in (("ordinary", False, 10), ("hostile", True, len(HOSTILE)))
+    }
+    bound = settings.mechanism.max_grad_norm
+    grid = settings.mechanism.noise_std * 2.0**-19
+    return max(worst.values()) <= bound + grid, (
+        f"moved by {worst['ordinary']:.6g}, by hostile ones {worst['hostile']:.6g}, "
+        f"sensitivity {bound:g}"
+    )
+
+
+def _moves(settings: AuditSettings, period: int) -> Iterator[float]:
+    """How far the released sum moves when a record is left out: one of each kind of norm."""
+    first = observe(settings, num_steps=1)
     taken = np.concatenate(first.delivered[0])
-    odd = [i for i in taken if i % 10 == 9 or i == settings.num_canaries - 1]
-    for record in [*taken[:4], *odd[:4]]:
+    kinds = np.where(taken == settings.num_canaries - 1, -1, taken % period)
+    for record in taken[np.unique(kinds, return_index=True)[1]]:
         included = np.ones(settings.num_canaries, bool)
         if settings.is_included is not None:
             included = settings.is_included.copy()
         included[record] = False
-        other = observe(replace(pinned, is_included=included), num_steps=1)
-        moved = first.released[0].astype(np.float64) - other.released[0]
-        norm = float(np.linalg.norm(moved))
-        worst = max(worst, norm if math.isfinite(norm) else math.inf)
-    grid = settings.mechanism.noise_std * 2.0**-19
-    return worst <= bound + grid, f"moved by {worst:.6g}, sensitivity {bound:g}"
+        other = observe(replace(settings, is_included=included), num_steps=1)
+        norm = float(np.linalg.norm(first.released[0] - other.released[0]))
+        yield norm if math.isfinite(norm) else math.inf
 
 
 def _invariance(settings: AuditSettings) -> tuple[bool, str]:

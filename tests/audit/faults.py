@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.audit import step as audit_step
-from pipeline.dpsgd import clipping, engine
+from pipeline.data import stream
+from pipeline.dpsgd import clipping, engine, release
 from pipeline.dpsgd.engine import ClippedGradientSum
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.noise import KeyedNoise
@@ -179,9 +179,54 @@ def realised_batch_division(patch: Patch) -> None:
     patch.setattr(gradients, "release_gradient", divided)
 
 
+def shares_as(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    """What a rank reads of the records that it should."""
+
+    def plant(patch: Patch) -> None:
+        share = stream.rank_slice
+        patch.setattr(
+            stream, "rank_slice", lambda ids, rank, world: change(share(ids, rank, world))
+        )
+
+    return plant
+
+
 def both_ranks_read_all(patch: Patch) -> None:
     """Every rank takes the whole sample instead of its slice of it."""
-    patch.setattr(audit_step, "rank_slice", lambda ids, rank, world: ids)
+    patch.setattr(stream, "rank_slice", lambda ids, rank, world: ids)
+
+
+def all_ranks_are_the_first(patch: Patch) -> None:
+    """Every rank takes itself for rank 0."""
+    share = stream.rank_slice
+    patch.setattr(stream, "rank_slice", lambda ids, rank, world: share(ids, 0, world))
+
+
+def pictures_as(change: Callable[[stream.Unit], None]) -> Fault:
+    """What is done to the pictures of a unit once they are read."""
+
+    def plant(patch: Patch) -> None:
+        fill = stream._UnitBuilder.fill
+
+        def filled(self: stream._UnitBuilder, reader: Any, chunk: slice) -> None:
+            fill(self, reader, chunk)
+            change(self.unit)
+
+        patch.setattr(stream._UnitBuilder, "fill", filled)
+
+    return plant
+
+
+def neighbour_stands_in(unit: stream.Unit) -> None:
+    """A record that does not decode (here every twentieth) is replaced by the one before it."""
+    for row in np.flatnonzero(unit.record_ids % 20 == 7):
+        unit.images[row] = unit.images[row - 1] if row else 0
+
+
+def other_grid(patch: Patch) -> None:
+    """Sum + noise rounded only to what fp32 has: the low bits tell what the noise was added to."""
+    promised = release.noise_grid
+    patch.setattr(release, "noise_grid", lambda noise_std: promised(noise_std) / 1024)
 
 
 def same_key_again(patch: Patch) -> None:
@@ -203,6 +248,22 @@ def one_step_is_not_charged(patch: Patch) -> None:
     )
 
 
+def one_step_more(patch: Patch) -> None:
+    """Steps 0 to T, T included."""
+    config, run_window = phase.StreamConfig, phase._OpenPhase.run_window
+
+    def longer(**fields: Any) -> stream.StreamConfig:
+        return config(**fields | {"num_steps": fields["num_steps"] + 1})
+
+    def run_window_and_more(self: phase._OpenPhase, on_window: Any) -> None:
+        run_window(self, on_window)
+        if self.state.finished is not None:
+            self._run_step(self.state.step)
+
+    patch.setattr(phase, "StreamConfig", longer)
+    patch.setattr(phase._OpenPhase, "run_window", run_window_and_more)
+
+
 FAULTS: dict[str, Fault] = {
     "no noise": scaled(0.0),
     "noise / W": scaled(1 / WORLD),
@@ -216,6 +277,7 @@ FAULTS: dict[str, Fault] = {
     "noise tiled over two slices": repeated_every(lambda size: -(-size // WORLD)),
     "noise repeats after a chunk": repeated_every(lambda size: min(size, 65_536)),
     "bf16 noise": noise_as(bf16_noise),
+    "noise off its grid": other_grid,
     "uniform noise of the same width": noise_as(uniform_noise),
     "no clip": factors_as(lambda norms_M, bound: torch.ones_like(norms_M)),
     "microbatch clip": factors_as(microbatch_clip),
@@ -231,7 +293,12 @@ FAULTS: dict[str, Fault] = {
     "shared sampler seed": sampled_as(shared_sampler_seed),
     "records delivered twice": sampled_as(every_record_twice),
     "every rank reads the whole sample": both_ranks_read_all,
+    "every rank reads the first one's share": all_ranks_are_the_first,
+    "incomplete microbatches dropped": shares_as(lambda ids: ids[: len(ids) // 8 * 8]),
+    "one record of 200 is never read": shares_as(lambda ids: ids[ids % 200 != 7]),
+    "a neighbour for what does not decode": pictures_as(neighbour_stands_in),
     "division by the realised batch": realised_batch_division,
     "the key again after a resume": same_key_again,
     "a step that is not charged": one_step_is_not_charged,
+    "a step more than promised": one_step_more,
 }
