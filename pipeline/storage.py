@@ -140,3 +140,8 @@ class Location:
             filesystem.delete_dir(path)
         elif kind == fs.FileType.File:
             filesystem.delete_file(path)
+
+
+def system_reason(error: OSError) -> str:
+    """What the operating system says of a failure, without the file it is about."""
+    return os.strerror(error.errno) if error.errno else type(error).__name__

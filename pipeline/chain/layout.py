@@ -44,6 +44,11 @@ class RunLayout:
         """The run's own folder."""
         return self.storage / "runs" / self.recipe.name
 
+    def folders(self) -> list[Location]:
+        """The folders of storage that runs share."""
+        own = [self.storage / name for name in ("runs", "data", "domains")]
+        return own if self.private_log is None else [*own, Location(self.private_log)]
+
     @property
     def ledger_home(self) -> str:
         """Home of the ledgers, absolute."""

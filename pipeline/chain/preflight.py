@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pipeline.chain.layout import RunLayout
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.sources import open_source
-from pipeline.privacy.ledger import LedgerError
+from pipeline.privacy.ledger import Ledger, LedgerError, LedgerHead
 from pipeline.storage import Location
-from pipeline.training.checkpoint import read_facts
+from pipeline.training.checkpoint import latest_checkpoint, read_facts
 
 
 def check_places(layout: RunLayout) -> None:
@@ -24,6 +24,12 @@ def check_places(layout: RunLayout) -> None:
     """
     recipe = layout.recipe
     _check_writable("storage", recipe.storage, layout.storage)
+    for place in layout.folders():
+        if place.is_local and place.exists() and not place.local_path.is_dir():
+            raise ValueError(
+                f"storage is {recipe.storage!r}: {place} is a file where a folder is needed; move "
+                "it away, or give another storage"
+            )
     for phase in recipe.phases:
         if phase.init not in ("previous", "fresh"):
             _check_init(f"phases.{phase.name}.init", phase.init)
@@ -38,6 +44,39 @@ def check_places(layout: RunLayout) -> None:
             ledger.require_writable()
         except LedgerError as error:
             raise type(error)(f"ledger_home is {layout.ledger_home!r}: {error}") from None
+
+
+def check_ledgers(layout: RunLayout) -> None:
+    """The ledgers still hold what the run's newest checkpoints, and those it begins with, say.
+
+    Raises:
+        LedgerError: a ledger was cut off, written anew or is another one: no statement could be
+            made about the run's weights.
+    """
+    for phase in layout.recipe.phases:
+        latest = latest_checkpoint(layout.phase(phase.name))
+        if latest is None and phase.init not in ("previous", "fresh"):
+            latest = Location(phase.init)
+        if latest is not None:
+            _check_heads(layout, latest)
+
+
+def _check_heads(layout: RunLayout, checkpoint: Location) -> None:
+    facts = read_facts(checkpoint)
+    for line in facts.lineage:
+        ledger = Ledger(layout.ledger_home, line["domain"])
+        known = {(account.run, account.phase) for account in ledger.accounts()}
+        if (line["run"], line["phase"]) not in known:
+            raise LedgerError(
+                f"{checkpoint} descends from phase {line['phase']!r} of run {line['run']!r} over "
+                f"private pictures of domain {line['domain']!r}, and the ledger in "
+                f"{layout.ledger_home} knows nothing of it: set ledger_home to the one that was "
+                "charged, or restore its entries"
+            )
+    if facts.ledger_head is not None:
+        index, digest = facts.ledger_head
+        ledger = Ledger(layout.ledger_home, facts.lineage[-1]["domain"])
+        ledger.require_head(LedgerHead(index=index, digest=digest))
 
 
 def _check_source(field: str, source: str) -> None:

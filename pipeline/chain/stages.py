@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from pipeline.chain.budgets import hold_to_budgets
 from pipeline.chain.console import print_prepared, progress_line
 from pipeline.chain.layout import RunLayout, claim_run
-from pipeline.chain.preflight import check_places
+from pipeline.chain.preflight import check_ledgers, check_places
 from pipeline.chain.results import check_evaluation
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareProgress, prepare
@@ -69,6 +69,7 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
         ) from None
     if note:
         console.print(f"note: {note}", style="yellow")
+    check_ledgers(claimed)
     for name in claimed.changed_sources():
         console.print(
             f"note: files of data.{name}.source were added, removed, renamed or resized since it "

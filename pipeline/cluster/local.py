@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,12 +33,15 @@ def connected() -> Iterator[None]:
         require_authentication()
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
     else:
         cores = os.cpu_count() or 1
         ray.init(address="local", num_cpus=max(6, cores + 4), include_dashboard=False, **quiet)
         _protect_token()
+    if callable(on_sigterm):  # Ray's own prints the machine's stack
+        signal.signal(signal.SIGTERM, on_sigterm)
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:

@@ -36,6 +36,7 @@ IMAGE_SUFFIXES = (
 FILES_PER_UNIT = 256
 ROWS_PER_UNIT = 5_000
 SYNTHETIC_PER_UNIT = 1_024
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,9 +309,10 @@ class WebDatasetSource(Source):
             return
         tar = _printable(unit.name)
         try:
-            stream = (self.root / unit.name).open_stream(
-                compression=None if unit.name.lower().endswith(".tar") else "gzip"
-            )
+            place = self.root / unit.name
+            with place.open_stream() as start:  # what a tar is called does not tell
+                is_gzip = start.read(2) == _GZIP
+            stream = place.open_stream(compression="gzip" if is_gzip else None)
         except OSError:
             yield RawRecord(key=tar, content=None, error="unreadable_file")
             return
@@ -453,7 +455,7 @@ def _read_idx_version(
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
     """Read a file once per version of it: a unit is only a part of it."""
     content = Location(uri).read_bytes()
-    if content[:2] == b"\x1f\x8b":
+    if content[:2] == _GZIP:
         content = _gunzip_as_far_as_possible(content)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != 0x08:
         raise ValueError(
@@ -469,7 +471,7 @@ def _read_idx_version(
 
 def _gunzip_as_far_as_possible(content: bytes) -> bytes:
     parts = []
-    while content[:2] == b"\x1f\x8b":  # a gzip file may have several members
+    while content[:2] == _GZIP:  # a gzip file may have several members
         member = zlib.decompressobj(wbits=31)
         try:
             parts.append(member.decompress(content))

@@ -63,26 +63,39 @@ def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
     assert {account.run for account in report.phases} == {"small", "small-2"}
 
 
-def test_kill_of_the_driver_then_the_same_command(recipe: Path, tmp_path: Path) -> None:
-    """Nothing is lost but the reservation, which stays charged."""
-    command = [sys.executable, "-m", "pipeline.cli", "run", str(recipe)]
-    slow = ["--set", "phases.private.steps=40", "--set", "phases.private.checkpoint_interval=4"]
+SLOW = ["--set", "phases.private.steps=40", "--set", "phases.private.checkpoint_interval=4"]
+
+
+def interrupted(recipe: Path, tmp_path: Path, number: signal.Signals) -> tuple[int, str]:
+    """Runs the driver, ends it in its private phase; its exit code and what it printed."""
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(recipe), *SLOW]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command + slow, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-    )
-    ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
+    printed = tmp_path / "printed"
+    with open(printed, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     checkpoints = tmp_path / "storage" / "runs" / "small" / "phases" / "private"
     deadline = time.monotonic() + 120
     while not list(checkpoints.glob("checkpoint-*8/checkpoint.json")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(number)
+    return process.wait(60), printed.read_text()
+
+
+def test_sigterm_ends_in_order(recipe: Path, tmp_path: Path) -> None:
+    code, printed = interrupted(recipe, tmp_path, signal.SIGTERM)
+    assert code == 143
+    assert "Ended by SIGTERM: the same command goes on" in printed and "Traceback" not in printed
+
+
+def test_kill_of_the_driver_then_the_same_command(recipe: Path, tmp_path: Path) -> None:
+    """Nothing is lost but the reservation, which stays charged."""
+    assert interrupted(recipe, tmp_path, signal.SIGKILL)[0] == -signal.SIGKILL
+    ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
     charged = sum(steps for _, steps in ledger.spent_by("small"))
     assert 8 <= charged < 40
 
-    code, output = dp_pretrain("run", recipe, *slow)
+    code, output = dp_pretrain("run", recipe, *SLOW)
     assert code == 0, output
     (account,) = ledger.verify().phases
     assert account.finished == "complete"
@@ -129,6 +142,27 @@ def test_wrong_places_are_refused_before_anything_is_made(
     assert code == 1 and field in output and message in output and "Traceback" not in output
     storage = tmp_path / "storage"
     assert not storage.exists() or not list(storage.iterdir())
+
+
+@pytest.mark.parametrize("name", ["runs", "data", "domains", "private"])
+def test_a_file_where_a_folder_belongs_is_named(recipe: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / name).write_text("a file")
+    code, output = dp_pretrain("run", recipe)
+    assert code == 1 and f"{tmp_path}/storage/{name}" in output and "move it away" in output
+
+
+def test_beginning_with_weights_of_another_ledger_is_refused(recipe: Path, tmp_path: Path) -> None:
+    """Before anything is trained: no statement could be made about what comes of them."""
+    assert dp_pretrain("run", recipe)[0] == 0
+    final = tmp_path / "storage" / "runs" / "small" / "phases" / "private" / "checkpoint-00000008"
+    elsewhere = ["--set", f"storage={tmp_path}/other", "--set", f"phases.warmup.init={final}"]
+    code, output = dp_pretrain("run", recipe, *elsewhere)
+    assert code == 1 and "knows nothing of it: set ledger_home" in output
+    assert not (tmp_path / "other" / "data").exists()
+    here = ["--set", "name=more", "--set", f"phases.warmup.init={final}"]
+    code, output = dp_pretrain("run", recipe, *here)
+    assert code == 0, output
 
 
 def test_unlabelled_evaluation_is_refused_before_anything_is_trained(

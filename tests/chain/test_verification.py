@@ -58,6 +58,13 @@ def test_a_good_run_is_verified(storage: Path) -> None:
         assert part in output
 
 
+def test_a_run_whose_ledger_was_cut_off_does_not_go_on(storage: Path) -> None:
+    cut_tail(storage)
+    for command in ("run", "prepare"):
+        code, output = dp_pretrain(command, storage.parent / "small.yaml")
+        assert code == 1 and "its tail was cut off" in output
+
+
 def test_another_run_over_the_domain_changes_nothing(storage: Path) -> None:
     recipe = storage.parent / "small.yaml"
     assert dp_pretrain("run", recipe, "--set", "name=other")[0] == 0

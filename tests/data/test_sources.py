@@ -217,6 +217,10 @@ def test_img2dataset_folder_and_one_tar(tmp_path) -> None:
     assert len(records_of(f"webdataset:{tmp_path}")) == 3
     assert len(records_of(f"webdataset:{tmp_path / '00000.tar'}")) == 2
     assert len(records_of(f"webdataset:{tmp_path / '00001.tar.gz'}")) == 1
+    (tmp_path / "00001.tar.gz").rename(tmp_path / "00001.tar")
+    (tmp_path / "00000.tar").rename(tmp_path / "00000.tgz")
+    records = records_of(f"webdataset:{tmp_path}")
+    assert len(records) == 3 and not any(r.error for r in records), "a name does not tell"
 
 
 def test_truncated_tar_gives_what_it_has_and_one_error(tmp_path) -> None:

@@ -30,7 +30,7 @@ from pipeline.data.prepare.selection import (
 from pipeline.data.prepare.writing import write_dataset
 from pipeline.data.shards import StorageFault
 from pipeline.data.sources import SourceUnit, open_source
-from pipeline.storage import Location
+from pipeline.storage import Location, system_reason
 
 __all__ = [
     "PrepareConfig",
@@ -137,7 +137,7 @@ def prepare(
             raise
         raise StorageFault(
             f"prepare cannot read or write its files at {destination}"
-            f" ({type(error).__name__}); check that it may be written and has room",
+            f" ({system_reason(error)}); check that it may be written and has room",
             str(error),
         ) from None
     return manifests

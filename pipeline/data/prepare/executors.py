@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from pipeline.data.shards import StorageFault
+from pipeline.storage import system_reason
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -84,7 +85,7 @@ class _RayTask:
             outcome = fault
         except OSError as error:
             outcome = StorageFault(
-                f"a prepare task could not read or write storage ({type(error).__name__})",
+                f"a prepare task could not read or write storage ({system_reason(error)})",
                 str(error),
             )
         except Exception as error:

@@ -116,6 +116,23 @@ class Ledger:
         """Returns the last entry's index and digest (index -1 if there is none)."""
         return self._current().head
 
+    def require_head(self, head: LedgerHead) -> None:
+        """Checks that the chain contains a head kept elsewhere, such as in a checkpoint.
+
+        Raises:
+            LedgerError: it does not: entries are missing, or others stand in their place.
+        """
+        entries = self.entries()
+        if head.index < 0 or (
+            head.index < len(entries) and entries[head.index].digest == head.digest
+        ):
+            return
+        raise LedgerError(
+            f"the ledger of domain {self.domain!r} does not contain the head "
+            f"{head.index}:{head.digest[:12]} kept elsewhere: its tail was cut off or "
+            "rewritten; restore the missing entries"
+        )
+
     def spent(self) -> Spent:
         """Returns (mechanism, charged steps) of all runs over the domain."""
         return self._current().spent()
@@ -206,14 +223,8 @@ class Ledger:
         fresh = Ledger(self._home, self.domain, key=self._key)
         entries = fresh.entries()
         state = fresh._state
-        if head is not None and head.index >= 0:
-            is_known = head.index < len(entries) and entries[head.index].digest == head.digest
-            if not is_known:
-                raise LedgerError(
-                    f"the ledger of domain {self.domain!r} does not contain the head "
-                    f"{head.index}:{head.digest[:12]} kept elsewhere: its tail was cut off or "
-                    "rewritten; restore the missing entries"
-                )
+        if head is not None:
+            fresh.require_head(head)
         weights = None
         if weights_digest is not None:
             weights = _find_weights(state, weights_digest)
