@@ -18,20 +18,24 @@ def make_console() -> Console:
     return Console(highlight=False, soft_wrap=True, markup=False)
 
 
-class Terminated(BaseException):
-    """Somebody asked this process to end."""
-
-
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
     """SIGTERM unwinds the stack, so that what was started is ended too."""
+    is_told = False
 
     def end(number: int, frame: object) -> None:
-        raise Terminated
+        nonlocal is_told
+        is_told = True
+        raise SystemExit  # of all that could be raised, Ray's waits let this through, as another
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except SystemExit:
+        if not is_told:
+            raise
+        click.echo("Ended by SIGTERM: the same command resumes from the last checkpoint.", err=True)
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -44,11 +48,6 @@ def readable(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with _ending_in_order():
                 return command(*args, **kwargs)
-        except Terminated:
-            click.echo(
-                "Ended by SIGTERM: the same command goes on from the last checkpoint.", err=True
-            )
-            raise SystemExit(128 + signal.SIGTERM) from None
         except (ValueError, OSError, RuntimeError) as error:
             if os.environ.get("DP_PRETRAIN_TRACEBACK") == "1":
                 raise

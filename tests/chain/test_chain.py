@@ -85,7 +85,7 @@ def interrupted(recipe: Path, tmp_path: Path, number: signal.Signals) -> tuple[i
 def test_sigterm_ends_in_order(recipe: Path, tmp_path: Path) -> None:
     code, printed = interrupted(recipe, tmp_path, signal.SIGTERM)
     assert code == 143
-    assert "Ended by SIGTERM: the same command goes on" in printed and "Traceback" not in printed
+    assert "Ended by SIGTERM: the same command resumes" in printed and "Traceback" not in printed
 
 
 def test_kill_of_the_driver_then_the_same_command(recipe: Path, tmp_path: Path) -> None:
