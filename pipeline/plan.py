@@ -13,6 +13,7 @@ from typing import Literal
 
 from pipeline.models.sizes import model_size, num_parameters
 from pipeline.privacy.accountant import Epsilon, calibrate_noise_multiplier, epsilon_of
+from pipeline.privacy.composition import WHOLE, Charge, epsilon_of_charges
 from pipeline.privacy.mechanism import Mechanism, default_delta, default_reserve_steps
 from pipeline.privacy.sampling import expected_coverage
 from pipeline.privacy.solve import calibrate_batch_size, calibrate_num_steps
@@ -233,18 +234,20 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
 
 def _refuse_joint_overrun(recipe: Recipe, plans: list[PhasePlan]) -> None:
     """Private phases over one domain compose: their total is held to the strictest target."""
-    domains: dict[str, list[PhasePlan]] = {}
+    domains: dict[str, list[tuple[PhasePlan, Charge]]] = {}
     for phase, plan in zip(recipe.phases, plans, strict=True):
         if plan.mechanism is not None:
             domain = recipe.dataset_of(phase.data, "data").domain or phase.data
-            domains.setdefault(domain, []).append(plan)
-    for domain, members in domains.items():
-        if len(members) < 2:
+            name, _, split = phase.data.partition(".")
+            part = f"{name}/{split}" if split else WHOLE
+            charge = Charge(plan.mechanism, plan.mechanism.max_charged_steps, part)
+            domains.setdefault(domain, []).append((plan, charge))
+    for domain, paired in domains.items():
+        if len(paired) < 2:
             continue
-        mechanisms = [plan.mechanism for plan in members if plan.mechanism is not None]
-        delta = min(mechanism.delta for mechanism in mechanisms)
-        steps = [(m, m.max_charged_steps) for m in mechanisms]
-        total = epsilon_of(steps, delta)
+        members, charges = [plan for plan, _ in paired], [charge for _, charge in paired]
+        delta = min(charge.mechanism.delta for charge in charges)
+        total = epsilon_of_charges(charges, delta)
         privacies = [recipe.phase(plan.name).privacy for plan in members]
         targets = [p.target_epsilon for p in privacies if p is not None and p.target_epsilon]
         if targets and total.value > min(targets):

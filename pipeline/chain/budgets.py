@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.chain.layout import RunLayout
+from pipeline.data.manifest import split_part
 from pipeline.plan import PhasePlan
-from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.composition import Charge, epsilon_of_charges
 from pipeline.privacy.ledger import BudgetExceeded, Ledger
-from pipeline.privacy.mechanism import Mechanism
 
 
 def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
@@ -33,10 +33,10 @@ def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
         budget = ledger.budget
         if budget is None:
             continue
-        total = [*ledger.spent(), *_still_to_run(layout, ledger, plans)]
-        cost = epsilon_of(total, budget.delta).value
+        total = [*ledger.charges(), *_still_to_run(layout, ledger, plans)]
+        cost = epsilon_of_charges(total, budget.delta).value
         if cost > budget.epsilon:
-            spent = epsilon_of(ledger.spent(), budget.delta).value
+            spent = epsilon_of_charges(ledger.charges(), budget.delta).value
             raise BudgetExceeded(
                 f"domain {ledger.domain!r} has a budget of epsilon {budget.epsilon} at delta "
                 f"{budget.delta:.3g} over all its runs; {spent} is spent, and with the steps that "
@@ -45,10 +45,8 @@ def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
             )
 
 
-def _still_to_run(
-    layout: RunLayout, ledger: Ledger, plans: Sequence[PhasePlan]
-) -> list[tuple[Mechanism, int]]:
-    """(mechanism, steps) of this run's phases over the domain that are not charged yet."""
+def _still_to_run(layout: RunLayout, ledger: Ledger, plans: Sequence[PhasePlan]) -> list[Charge]:
+    """The steps of this run's phases over the domain that are not charged yet."""
     charged = {
         account.phase: account.next_step
         for account in ledger.accounts()
@@ -61,5 +59,6 @@ def _still_to_run(
         if plan.mechanism is not None and domain == ledger.domain:
             left = plan.num_steps - charged.get(plan.name, 0)
             if left > 0 and not layout.is_trained(plan.name):
-                steps.append((plan.mechanism, left))
+                part = split_part(layout.data_root(phase.data))
+                steps.append(Charge(plan.mechanism, left, part))
     return steps

@@ -10,6 +10,7 @@ from rich.table import Table
 from pipeline.data.prepare import SUMMARY_NAME, read_summary
 from pipeline.plan import PhasePlan
 from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.composition import epsilon_of_charges
 from pipeline.privacy.ledger import Ledger, LedgerReport, PhaseAccount
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.storage import Location
@@ -171,5 +172,5 @@ def _cost_text(accounts: Sequence[PhaseAccount]) -> str:
     if any(attempt.is_seeded for account in accounts for attempt in account.attempts):
         return "NOT PRIVATE (seeded)"
     delta = min(account.mechanism.delta for account in accounts)
-    steps = [(account.mechanism, account.num_charged_steps) for account in accounts]
-    return f"{epsilon_of(steps, delta).value}, {delta:.3g}"
+    charges = [charge for account in accounts for charge in account.charges]
+    return f"{epsilon_of_charges(charges, delta).value}, {delta:.3g}"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeline.storage import Location
 
 MANIFEST_NAME = "manifest.json"
+SPLIT_NAME = "split.json"
 
 Sha256Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -122,3 +123,35 @@ class DatasetManifest(BaseModel):
     def exists(cls, root: Location) -> bool:
         """Whether the folder holds a finished dataset."""
         return (root / MANIFEST_NAME).exists()
+
+
+def mark_split(root: Location, preparation: str, split: str) -> None:
+    """Write beside a split's manifest of which preparation it is a part.
+
+    Not in the manifest, which is the same whenever the same pictures are prepared: only the splits
+    of one preparation are known to share no record.
+
+    Args:
+        preparation: 32 random hex digits, the same for all splits that were made together.
+    """
+    text = json.dumps({"preparation": preparation, "split": split})
+    (root / SPLIT_NAME).write_text(text + "\n")
+
+
+def split_part(root: Location) -> str:
+    """`PREPARATION/SPLIT` of a prepared split, empty for a whole dataset.
+
+    Raises:
+        ValueError: the mark is damaged.
+    """
+    place = root / SPLIT_NAME
+    if not place.exists():
+        return ""
+    try:
+        mark = json.loads(place.read_text())
+        return f"{mark['preparation']}/{mark['split']}"
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{place} is damaged ({error}): delete it, and what is spent on this split and on the"
+            " others adds up"
+        ) from None

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.privacy.accountant import PLD_INTERVAL, epsilon_of
+from pipeline.privacy.accountant import PLD_INTERVAL
+from pipeline.privacy.composition import Charge, epsilon_of_charges
 from pipeline.privacy.ledger import Ledger, LedgerError, LedgerReport, PhaseAccount
 from pipeline.privacy.mechanism import Adjacency, Mechanism
 
@@ -50,9 +51,9 @@ _ASSUMPTIONS = (
     "floating point: sums of clipped gradients in fp32 with a margin of 2^-12 on the clipping "
     "norm, noise in float64, their sum rounded once to a power-of-two grid; the difference from "
     "real-valued Gaussian noise is not part of delta",
-    "composition: all phases, attempts and runs over the domain are added up as if each read the "
-    "same records; where they read disjoint splits of one data set, which a record's own digest "
-    "decides, that overstates what they cost a record (no parallel composition is claimed)",
+    "composition: all phases, attempts and runs over the domain are added up, but for those that "
+    "read different splits of one preparation: a record lies in one of them, as its own digest and "
+    "public text decide, so of these the dearest counts; splits of different preparations add up",
     "steps lost in a crash were not looked at: this model's own epsilon counts the steps that "
     "lead to it, the run's counts all that were paid for",
 )
@@ -115,19 +116,16 @@ def build_statement(
             f"{lineage[-1].phase!r}; the ledger of domain {report.domain!r} does not name these "
             "weights there: state the steps that led to them"
         )
-    phases = [
-        (account.mechanism, step.num_steps) for account, step in zip(accounts, lineage, strict=True)
+    led = [
+        Charge(account.mechanism, step.num_steps, account.part)
+        for account, step in zip(accounts, lineage, strict=True)
     ]
-    executed = [
-        (account.mechanism, account.num_charged_steps)
-        for account in report.phases
-        if account.run == run
-    ]
-    domain = [(account.mechanism, account.num_charged_steps) for account in report.phases]
+    executed = [c for account in report.phases if account.run == run for c in account.charges]
+    domain = [charge for account in report.phases for charge in account.charges]
     last = accounts[-1].mechanism
     delta = last.delta
     is_private = not any(attempt.is_seeded for a in accounts for attempt in a.attempts)
-    own = epsilon_of(phases, delta)
+    own = epsilon_of_charges(led, delta)
     return {
         "format": FORMAT,
         "is_private": is_private,
@@ -136,8 +134,12 @@ def build_statement(
         "weights_sha256": weights_digest,
         "epsilon": {
             "this_model": own.to_json() if is_private else NO_GUARANTEE,
-            "this_run": epsilon_of(executed, delta).to_json() if is_private else NO_GUARANTEE,
-            "domain": epsilon_of(domain, delta).to_json() if report.is_total_bounded else UNBOUNDED,
+            "this_run": epsilon_of_charges(executed, delta).to_json()
+            if is_private
+            else NO_GUARANTEE,
+            "domain": epsilon_of_charges(domain, delta).to_json()
+            if report.is_total_bounded
+            else UNBOUNDED,
         },
         "delta": delta,
         "model_of_privacy": "central differential privacy, approximate (epsilon, delta)",

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from pipeline import recipe
+from pipeline.data.manifest import split_part
 from pipeline.data.shards import ShardStore, StorageFault
 from pipeline.data.stream import DeliveryError, StreamConfig, Unit
 from pipeline.dpsgd import UnsupportedOperationError
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.models.sizes import model_size
-from pipeline.privacy.accountant import epsilon_of
+from pipeline.privacy.composition import epsilon_of_charges
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.ledger import Attempt, Ledger, LedgerError, LedgerHead, ReserveExhausted
 from pipeline.privacy.mechanism import BrokenPromise
@@ -262,6 +263,7 @@ class _OpenPhase:
                 mechanism=mechanism,
                 key_commitment=key.commitment(),
                 first_step=self.state.step,
+                part=split_part(store.root),
                 is_seeded=key.is_seeded,
             )
             self.ledger, self.attempt_number = ledger, self.attempt.number
@@ -398,8 +400,8 @@ class _OpenPhase:
         settings = self.settings
         epsilon = None
         if settings.mechanism is not None and self.ledger is not None:
-            spent = self.ledger.spent_by(settings.run)
-            epsilon = epsilon_of(spent, settings.mechanism.delta).value
+            charges = self.ledger.charges(settings.run)
+            epsilon = epsilon_of_charges(charges, settings.mechanism.delta).value
         metrics = PublicMetrics(
             step=self.state.step,
             learning_rate=rate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,6 +254,33 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     assert dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)[0] == 0
     kinds = [entry.body["epsilon"] for entry in ledger.entries() if entry.kind == "budget"]
     assert kinds == [3.0, 7.0, 30.0]
+
+
+def test_runs_over_disjoint_splits_do_not_add_up(recipe: Path, tmp_path: Path) -> None:
+    """A record lies in one of them; after the splits were made anew, who knows."""
+    splits = ["--set", "data.private.splits={one: 0.5, other: 0.5}"]
+    ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
+
+    def total(name: str, split: str) -> float:
+        chosen = ["--set", f"name={name}", "--set", f"phases.private.data=private.{split}"]
+        batch = ["--set", "phases.private.privacy.expected_batch_size=10"]
+        code, output = dp_pretrain("run", recipe, *splits, *chosen, *batch)
+        assert code == 0, output
+        folder = tmp_path / "storage" / "runs" / name / "export"
+        (statement,) = json.loads((folder / "privacy.json").read_text())["statements"]
+        report = ledger.verify()
+        assert report.epsilon is not None
+        assert dp_pretrain("privacy", "verify", name, "--storage", tmp_path / "storage")[0] == 0
+        assert statement["epsilon"]["domain"]["value"] >= statement["epsilon"]["this_run"]["value"]
+        return report.epsilon.value
+
+    first, second = total("a", "one"), total("b", "other")
+    assert max(first, second) < first + 3, "not the sum"
+    assert total("c", "one") > second + 1, "the same split again adds up"
+    before = ledger.verify().epsilon
+    (folder,) = (tmp_path / "storage" / "data").glob("private-*")
+    shutil.rmtree(folder)
+    assert before is not None and total("d", "other") > before.value + 1
 
 
 def test_budget_holds_where_preparing_is_skipped(recipe: Path, tmp_path: Path) -> None:

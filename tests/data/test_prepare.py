@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 
 from pipeline.data.images import decode_image, encode_jpeg
-from pipeline.data.manifest import DatasetManifest
+from pipeline.data.manifest import DatasetManifest, split_part
 from pipeline.data.prepare import (
     SUMMARY_NAME,
     PrepareConfig,
@@ -171,6 +172,32 @@ def test_splits_are_disjoint_by_public_hash(tmp_path, image_folder, many_units) 
     prepare(config_of(fewer, splits=splits), Location(str(tmp_path / "out2")))
     again = ShardStore(str(tmp_path / "out2" / "train")).pixel_digests()
     assert {row.tobytes() for row in again} <= digests["train"]
+
+
+def test_splits_of_one_preparation_say_so(tmp_path, image_folder) -> None:
+    """And no others: what was made anew, or is not cut, may share records with anything."""
+    splits = {"train": 0.75, "held_out": 0.25}
+    private = {"visibility": "private", "domain": "d"}
+    config = config_of(image_folder("images", 30), splits=splits, **private)
+    out = Location(str(tmp_path / "out"))
+
+    def made() -> list[str]:
+        prepare(config, out)
+        return [split_part(out / name) for name in splits]
+
+    first = made()
+    assert [part.partition("/")[2] for part in first] == list(splits)
+    assert len({part.partition("/")[0] for part in first}) == 1 and made() == first
+    (out / "train").delete()
+    second = made()
+    assert not set(first) & set(second)
+    assert len({part.partition("/")[0] for part in second}) == 1
+    whole = Location(str(tmp_path / "whole"))
+    prepare(replace(config, splits=None), whole)
+    assert split_part(whole) == ""
+    (out / "train" / "split.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"split\.json is damaged"):
+        split_part(out / "train")
 
 
 def test_labels_outside_the_class_list_are_dropped(tmp_path, image_folder) -> None:

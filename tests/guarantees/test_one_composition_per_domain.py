@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.keys import AttemptKey
-from pipeline.privacy.ledger import Attempt, BudgetExceeded, Ledger
+from pipeline.privacy.ledger import Attempt, BudgetExceeded, Ledger, LedgerError
 from pipeline.privacy.mechanism import Mechanism
 
 FIRST = Mechanism(
@@ -22,13 +22,14 @@ FIRST = Mechanism(
 SECOND = dataclasses.replace(FIRST, noise_multiplier=3.0, num_steps=80)
 
 
-def run_all(home: Path, run: str, phase: str, mechanism: Mechanism) -> None:
+def run_all(home: Path, run: str, phase: str, mechanism: Mechanism, part: str = "") -> None:
     attempt: Attempt = Ledger(str(home), "photos").open_attempt(
         run=run,
         phase=phase,
         mechanism=mechanism,
         key_commitment=AttemptKey.from_os_entropy().commitment(),
         first_step=0,
+        part=part,
     )
     attempt.charge(0, mechanism.num_steps)
 
@@ -48,17 +49,47 @@ def test_one_composition_per_domain(tmp_path: Path) -> None:
     assert report.epsilon is not None and report.epsilon.value == total
 
 
-def test_disjoint_splits_are_added_up(tmp_path: Path) -> None:
-    """Not composed in parallel, whatever the splits: the larger alone would be too little for
-    sets that overlap, and nothing in a ledger proves that they do not."""
-    small = dataclasses.replace(FIRST, num_records=500, sampling_probability=0.2)
-    run_all(tmp_path, "a", "on-one-split", FIRST)
-    run_all(tmp_path, "a", "on-the-other", small)
-    report = Ledger(str(tmp_path), "photos").verify()
-    alone = [epsilon_of([(m, 50)], 1e-5).value for m in (FIRST, small)]
-    assert report.epsilon is not None
-    assert report.epsilon.value == epsilon_of([(FIRST, 50), (small, 50)], 1e-5).value
-    assert report.epsilon.value > max(alone)
+SMALL = dataclasses.replace(FIRST, num_records=500, sampling_probability=0.2)
+ONE, OTHER = f"{'a' * 32}/one", f"{'a' * 32}/other"
+
+
+def total_of(home: Path) -> float:
+    epsilon = Ledger(str(home), "photos").verify().epsilon
+    assert epsilon is not None
+    return epsilon.value
+
+
+def test_splits_that_nothing_shows_to_be_disjoint_add_up(tmp_path: Path) -> None:
+    """Sets that merely have other sizes, and splits of two preparations, may share records."""
+    run_all(tmp_path, "a", "whole", FIRST)
+    run_all(tmp_path, "b", "split", SMALL, ONE)
+    assert total_of(tmp_path) == epsilon_of([(FIRST, 50), (SMALL, 50)], 1e-5).value
+    run_all(tmp_path, "c", "split", SMALL, f"{'b' * 32}/other")
+    assert total_of(tmp_path) == epsilon_of([(FIRST, 50), (SMALL, 100)], 1e-5).value
+
+
+def test_disjoint_splits_of_one_preparation_cost_their_dearest(tmp_path: Path) -> None:
+    run_all(tmp_path, "a", "first", FIRST, ONE)
+    run_all(tmp_path, "b", "first", SMALL, OTHER)
+    alone = [epsilon_of([(m, 50)], 1e-5).value for m in (FIRST, SMALL)]
+    assert alone[0] < alone[1] == total_of(tmp_path)
+
+
+def test_a_budget_is_spent_by_the_dearest_split(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path), "photos")
+    ledger.set_budget(1.2 * epsilon_of([(FIRST, 50)], 1e-5).value, 1e-5)
+    run_all(tmp_path, "a", "first", FIRST, ONE)
+    run_all(tmp_path, "b", "first", FIRST, OTHER)
+    ledger.verify()
+    for part in (ONE, OTHER, "", f"{'b' * 32}/one"):
+        with pytest.raises(BudgetExceeded):
+            run_all(tmp_path, f"c{part[:1]}", "first", FIRST, part)
+
+
+@pytest.mark.parametrize("part", ["one", "/one", "a" * 32, f"{'a' * 32}/", f"{'A' * 32}/one"])
+def test_a_part_that_is_none_is_refused(tmp_path: Path, part: str) -> None:
+    with pytest.raises(LedgerError, match="PREPARATION/SPLIT"):
+        run_all(tmp_path, "a", "first", FIRST, part)
 
 
 def test_a_domain_budget_bounds_all_runs(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeline.data.manifest import DatasetManifest
+from pipeline.data.manifest import DatasetManifest, mark_split
 from pipeline.data.prepare.config import PrepareConfig, PrepareProgress, Progress
 from pipeline.data.prepare.executors import Run, run_with_ray, run_with_threads
 from pipeline.data.prepare.parts import PARTS, Part, ReadUnit
@@ -125,6 +126,10 @@ def prepare(
             )
             for split, (name, root) in enumerate(roots.items())
         }
+        if config.splits and config.visibility == "private":
+            preparation = uuid.uuid4().hex
+            for name, root in roots.items():
+                mark_split(root, preparation, name)
         # Manifests last, all together: until then none of the datasets exists.
         for name, manifest in manifests.items():
             manifest.save(roots[name])

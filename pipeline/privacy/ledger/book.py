@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.privacy.accountant import Epsilon, epsilon_of, rdp_epsilon_of
+from pipeline.privacy.accountant import Epsilon
+from pipeline.privacy.composition import WHOLE, Charge, Spent, epsilon_of_charges, is_within
 from pipeline.privacy.ledger.entries import (
     BudgetExceeded,
     FencedError,
@@ -19,7 +20,7 @@ from pipeline.privacy.ledger.entries import (
     LedgerStorageError,
 )
 from pipeline.privacy.ledger.home import Home, open_home
-from pipeline.privacy.ledger.rules import Budget, DomainState, PhaseAccount, Spent
+from pipeline.privacy.ledger.rules import Budget, DomainState, PhaseAccount
 from pipeline.privacy.ledger.signing import (
     KEY_FILE_VARIABLE,
     key_from_environment,
@@ -146,6 +147,10 @@ class Ledger:
             if account.run == run and phase in (None, account.phase)
         )
 
+    def charges(self, run: str | None = None) -> list[Charge]:
+        """Returns what all runs have paid, or one, by the part of the domain that was sampled."""
+        return self._current().charges(run)
+
     def accounts(self) -> tuple[PhaseAccount, ...]:
         """Returns what every phase of every run has paid and made."""
         return tuple(self._current().phases.values())
@@ -168,6 +173,7 @@ class Ledger:
         mechanism: Mechanism,
         key_commitment: str,
         first_step: int,
+        part: str = WHOLE,
         is_seeded: bool = False,
     ) -> Attempt:
         """Opens the next attempt at a phase and fences all earlier ones.
@@ -175,6 +181,7 @@ class Ledger:
         Args:
             key_commitment: `AttemptKey.commitment()` of a new key.
             first_step: 0, or the step of the checkpoint resumed from.
+            part: `PREPARATION/SPLIT` if only the records of one split are sampled.
             is_seeded: True makes every later statement over the domain unbounded.
 
         Raises:
@@ -189,10 +196,12 @@ class Ledger:
             "mechanism_digest": mechanism.digest(),
             "key_commitment": key_commitment,
             "first_step": first_step,
+            "part": part,
             "is_seeded": is_seeded,
         }
+        planned = Charge(mechanism, mechanism.num_steps - first_step, part)
         with self._lock:
-            self._append("attempt", body, planned=(mechanism, mechanism.num_steps - first_step))
+            self._append("attempt", body, planned=planned)
             return Attempt(ledger=self, run=run, phase=phase)
 
     def record_weights(self, *, run: str, phase: str, step: int, digest: str, kind: str) -> None:
@@ -228,19 +237,20 @@ class Ledger:
         weights = None
         if weights_digest is not None:
             weights = _find_weights(state, weights_digest)
-        for budget, spent in state.spent_under_budget:
-            if not _is_within(spent, budget):
+        for budget, charges in state.spent_under_budget:
+            if not is_within(charges, budget.epsilon, budget.delta):
                 raise BudgetExceeded(
                     f"domain {self.domain!r} was charged over its budget of epsilon "
                     f"{budget.epsilon} at delta {budget.delta}"
                 )
-        spent = state.spent()
+        charges = state.charges()
+        deltas = [charge.mechanism.delta for charge in charges if charge.num_steps]
         return LedgerReport(
             domain=self.domain,
             num_entries=len(entries),
             head=state.head,
             phases=tuple(state.phases.values()),
-            epsilon=epsilon_of(spent, min(m.delta for m, _ in spent)) if spent else None,
+            epsilon=epsilon_of_charges(charges, min(deltas)) if deltas else None,
             is_total_bounded=not _has_unprotected(state),
             unprotected=tuple(state.unprotected),
             budget=state.budget,
@@ -257,7 +267,7 @@ class Ledger:
         kind: str,
         body: dict[str, Any],
         *,
-        planned: tuple[Mechanism, int] | None = None,
+        planned: Charge | None = None,
         writer: Attempt | None = None,
     ) -> LedgerHead:
         """Writes the next entry, checked against all that came before; returns its head.
@@ -359,6 +369,7 @@ class Attempt:
         self.number = attempt.number
         self.mechanism = account.mechanism
         self.first_step = attempt.first_step
+        self.part = attempt.part
         self.is_seeded = attempt.is_seeded
         self._ledger = ledger
         self._next_step = attempt.first_step
@@ -385,7 +396,7 @@ class Attempt:
             "num_steps": num_steps,
         }
         head = self._ledger._append(
-            "charge", body, planned=(self.mechanism, num_steps), writer=self
+            "charge", body, planned=Charge(self.mechanism, num_steps, self.part), writer=self
         )
         self._next_step = first_step + num_steps
         return head
@@ -433,23 +444,16 @@ def _check_writer(state: DomainState, writer: Attempt) -> None:
         )
 
 
-def _check_budget(state: DomainState, planned: tuple[Mechanism, int], domain: str) -> None:
+def _check_budget(state: DomainState, planned: Charge, domain: str) -> None:
     budget = state.budget
     assert budget is not None
-    total = [*state.spent(), planned]
-    if not _is_within(total, budget):
+    total = [*state.charges(), planned]
+    if not is_within(total, budget.epsilon, budget.delta):
         raise BudgetExceeded(
-            f"{planned[1]} more steps would take domain {domain!r} to epsilon "
-            f"{epsilon_of(total, budget.delta).value} at delta {budget.delta}, over its budget of "
-            f"{budget.epsilon}; spend less, or raise the budget (which stays on record)"
+            f"{planned.num_steps} more steps would take domain {domain!r} to epsilon "
+            f"{epsilon_of_charges(total, budget.delta).value} at delta {budget.delta}, over its "
+            f"budget of {budget.epsilon}; spend less, or raise the budget (which stays on record)"
         )
-
-
-def _is_within(spent: Spent, budget: Budget) -> bool:
-    """Whether `spent` keeps to `budget`; the quick bound is asked first."""
-    if rdp_epsilon_of(spent, budget.delta) <= budget.epsilon:
-        return True
-    return epsilon_of(spent, budget.delta).value <= budget.epsilon
 
 
 def _find_weights(state: DomainState, digest: str) -> tuple[str, str, int, str]:

@@ -19,6 +19,7 @@ BODY_FIELDS: Mapping[str, Mapping[str, type]] = {
         "mechanism": dict,
         "mechanism_digest": str,
         "key_commitment": str,
+        "part": str,
         "first_step": int,
         "is_seeded": bool,
     },

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.privacy.composition import WHOLE, Charge, Spent
 from pipeline.privacy.ledger.entries import (
     NO_DIGEST,
     FencedError,
@@ -16,9 +18,8 @@ from pipeline.privacy.ledger.entries import (
 )
 from pipeline.privacy.mechanism import Mechanism
 
+_PART = re.compile(r"[0-9a-f]{32}/[^/]+")
 FINISH_REASONS = ("complete", "reserve_used_up")
-
-Spent = list[tuple[Mechanism, int]]
 
 
 @dataclass(kw_only=True)
@@ -26,6 +27,7 @@ class AttemptAccount:
     """One attempt at a phase: the steps it paid for are [first_step, next_step)."""
 
     number: int
+    part: str
     first_step: int
     next_step: int
     is_seeded: bool
@@ -59,6 +61,20 @@ class PhaseAccount:
         """How many steps may still be charged."""
         return self.mechanism.max_charged_steps - self.num_charged_steps
 
+    @property
+    def charges(self) -> list[Charge]:
+        """What it paid, lost steps included, by the part of the domain that was sampled."""
+        return [
+            Charge(self.mechanism, attempt.next_step - attempt.first_step, attempt.part)
+            for attempt in self.attempts
+        ]
+
+    @property
+    def part(self) -> str:
+        """The part that all its attempts sampled; WHOLE if they differ."""
+        parts = {attempt.part for attempt in self.attempts}
+        return parts.pop() if len(parts) == 1 else WHOLE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -89,7 +105,7 @@ class DomainState:
         self.unprotected: list[tuple[str, str, str]] = []
         self.budget: Budget | None = None
         # What had been spent when each budget was last charged against: for verification.
-        self.spent_under_budget: list[tuple[Budget, Spent]] = []
+        self.spent_under_budget: list[tuple[Budget, list[Charge]]] = []
 
     def check(self, kind: str, body: dict[str, Any]) -> None:
         """Raises a LedgerError unless an entry of `kind` with `body` may come next."""
@@ -117,6 +133,11 @@ class DomainState:
             _, steps = totals.get(key, (account.mechanism, 0))
             totals[key] = (account.mechanism, steps + account.num_charged_steps)
         return [(mechanism, steps) for mechanism, steps in totals.values() if steps > 0]
+
+    def charges(self, run: str | None = None) -> list[Charge]:
+        """Returns what all runs have paid, or one, by the part of the domain that was sampled."""
+        accounts = [a for a in self.phases.values() if run in (None, a.run)]
+        return [charge for account in accounts for charge in account.charges]
 
     def account(self, run: str, phase: str) -> PhaseAccount:
         """Returns the account of (run, phase), which must have an attempt."""
@@ -169,6 +190,10 @@ class DomainState:
             )
         _require(body["attempt"] == number, f"attempt must be number {number}")
         _require(
+            body["part"] == WHOLE or _PART.fullmatch(body["part"]) is not None,
+            f"part is {body['part']!r}; it must be empty or PREPARATION/SPLIT",
+        )
+        _require(
             0 <= body["first_step"] <= charged,
             f"first_step is {body['first_step']}; the steps charged so far end at {charged}: "
             "an attempt starts at step 0 or resumes where charged steps lead",
@@ -186,6 +211,7 @@ class DomainState:
         account.attempts.append(
             AttemptAccount(
                 number=body["attempt"],
+                part=body["part"],
                 first_step=body["first_step"],
                 next_step=body["first_step"],
                 is_seeded=body["is_seeded"],
@@ -233,7 +259,7 @@ class DomainState:
         account.num_charged_steps += body["num_steps"]
         account.next_step = max(account.next_step, attempt.next_step)
         if self.budget is not None:
-            spent = (self.budget, self.spent())
+            spent = (self.budget, self.charges())
             if self.spent_under_budget and self.spent_under_budget[-1][0] is self.budget:
                 self.spent_under_budget[-1] = spent
             else:
