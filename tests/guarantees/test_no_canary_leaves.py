@@ -1,6 +1,6 @@
 """PITFALLS 20 and 31, end to end: a whole run on Ray workers, and every place it writes or prints.
 
-Canaries are planted in pictures, file names and bytes; the losses, norms and durations that the run
+Canaries are planted in pictures, labels, file names and bytes; the losses, norms and durations that the run
 itself put into its private log are canaries too. Searched: terminal, run folder (checkpoints,
 TensorBoard, export, report), ledgers, Ray's session folder, command lines of all its processes.
 """
@@ -44,7 +44,8 @@ def write_private_folder(folder: Path) -> set[bytes]:
     canaries = {WORD.encode()}
     for index in range(NUM_IMAGES):
         pixels = rng.integers(0, 256, (18, 18, 3), dtype=np.uint8)
-        path = folder / f"{WORD}-{index:04d}.png"
+        path = folder / f"label-{WORD}-{index % 3}" / f"{WORD}-{index:04d}.png"
+        path.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(path, pnginfo=None)
         canaries |= {pixels[3].tobytes()[:24], path.read_bytes()[60:100]}
     return canaries
