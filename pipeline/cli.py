@@ -45,16 +45,20 @@ def plan(
     recipe: str, overrides: tuple[str, ...], images_per_second: float, solve: str | None
 ) -> None:
     """Print every derived number of RECIPE and refuse it if it costs more than its target."""
+    from pipeline.chain.budgets import check_budgets
     from pipeline.chain.console import print_plan, print_solved
     from pipeline.chain.layout import RunLayout
     from pipeline.plan import plan_recipe, solve_recipe
 
     loaded = load_recipe(recipe, overrides)
-    known = RunLayout(loaded).num_records()
+    layout = RunLayout(loaded)
+    known = layout.num_records()
     if solve is not None:
         print_solved(console, solve_recipe(loaded, known, solve))
         return
-    print_plan(console, plan_recipe(loaded, known, compare=True), images_per_second)
+    plans = plan_recipe(loaded, known, compare=True)
+    print_plan(console, plans, images_per_second)
+    check_budgets(layout, plans)
 
 
 @main.command()

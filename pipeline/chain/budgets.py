@@ -30,7 +30,13 @@ def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
             stated = (wanted.epsilon, wanted.delta)
             if known is None or (known.epsilon, known.delta) != stated:
                 ledger.set_budget(*stated)
-        budget = ledger.budget
+    check_budgets(layout, plans)
+
+
+def check_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
+    """As `hold_to_budgets`, with nothing written. Raises BudgetExceeded."""
+    for ledger in layout.ledgers():
+        budget = layout.recipe.budget_of(ledger.domain) or ledger.budget
         if budget is None:
             continue
         total = [*ledger.charges(), *_still_to_run(layout, ledger, plans)]

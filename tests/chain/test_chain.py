@@ -243,6 +243,8 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     budget = "data.private.budget={epsilon: 7, delta: 0.0025}"
     ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
     low = budget.replace("7", "3")
+    code, output = dp_pretrain("plan", recipe, "--set", low)
+    assert code == 1 and "budget of epsilon 3.0" in output and not ledger.entries()
     code, output = dp_pretrain("run", recipe, "--set", low)
     assert code == 1 and "budget of epsilon 3.0" in output and "0.0 is spent" in output
     assert not list((tmp_path / "storage").rglob("checkpoint.json")) and not ledger.spent()
@@ -251,6 +253,8 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     assert dp_pretrain("run", recipe, "--set", budget)[0] == 0, "a finished run spends no more"
     code, output = dp_pretrain("run", recipe, "--set", "name=second")
     assert code == 1 and "budget of epsilon 7.0" in output and "raise data.NAME.budget" in output
+    code, output = dp_pretrain("plan", recipe, "--set", "name=second")
+    assert code == 1 and "budget of epsilon 7.0" in output, "the ledger knows it, not the recipe"
     assert {account.run for account in ledger.accounts()} == {"small"}
     raised = budget.replace("7", "30")
     assert dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)[0] == 0

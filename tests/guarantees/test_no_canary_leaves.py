@@ -1,8 +1,9 @@
 """PITFALLS 20 and 31, end to end: a whole run on Ray workers, and every place it writes or prints.
 
-Canaries are planted in pictures, labels, file names and bytes; the losses, norms and durations that the run
-itself put into its private log are canaries too. Searched: terminal, run folder (checkpoints,
-TensorBoard, export, report), ledgers, Ray's session folder, command lines of all its processes.
+Canaries are planted in pictures, labels, file names and bytes; the losses, norms and durations that
+the run itself put into its private log are canaries too. Searched: terminal, run folder
+(checkpoints, TensorBoard, export, report), ledgers, Ray's session folder, command lines of all its
+processes.
 """
 
 from __future__ import annotations
