@@ -41,7 +41,7 @@ def main(recipe: str, overrides: tuple[str, ...]) -> None:
         is_done = partial(layout.is_trained, phase.name)
         stages.append(Stage(name=phase.name, entrypoint=command, is_done=is_done))
     command = f"python jobs/evaluate.py {rest}"
-    stages.append(Stage(name="evaluate", entrypoint=command, is_done=layout.is_reported))
+    stages.append(Stage(name="evaluate", entrypoint=command, is_done=layout.is_complete))
     for stage in stages:
         follow_stage(
             JobSubmissionClient(),

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -23,6 +23,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -76,6 +78,14 @@ class RecipeError(ValueError):
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("true and false are not allowed here")
+        return value
 
 
 class Budget(_Strict):
@@ -394,9 +404,8 @@ class Recipe(_Strict):
         """The data set that `dataset` or `dataset.split` names; ValueError if there is none."""
         name, _, split = reference.partition(".")
         if name not in self.data:
-            raise ValueError(
-                f"{field} is {reference!r}: no such data set; known: {list(self.data)}"
-            )
+            known = list(self.data)
+            raise ValueError(f"{field} is {reference!r}: no such data set; known: {known}")
         splits = self.data[name].splits
         if bool(split) != bool(splits) or (splits and split not in splits):
             allowed = [f"{name}.{key}" for key in splits] if splits else [name]
@@ -417,11 +426,10 @@ class Recipe(_Strict):
 
     def phase(self, name: str) -> Phase:
         """The phase of this name; RecipeError if there is none."""
-        for phase in self.phases:
-            if phase.name == name:
-                return phase
-        known = [phase.name for phase in self.phases]
-        raise RecipeError(f"phase is {name!r}: no such phase; known: {known}")
+        phases = {phase.name: phase for phase in self.phases}
+        if name not in phases:
+            raise RecipeError(f"phase is {name!r}: no such phase; known: {list(phases)}")
+        return phases[name]
 
     def to_yaml(self) -> str:
         """The resolved recipe, every default written out."""
@@ -517,12 +525,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
-    if not equals:
-        raise RecipeError(f"--set {override!r}: write it as path=value")
-    node: Any = content
     *parents, last = path.split(".")
-    if not all((*parents, last)):
+    if not equals or not all((*parents, last)):
         raise RecipeError(f"--set {override!r}: write it as path=value, as in model.size=nano")
+    node: Any = content
     for depth, key in enumerate(parents):
         if isinstance(node, list):
             position = _position(node, key, override)
@@ -545,16 +551,16 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
         node[last] = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):
         raise RecipeError(f"--set {override[:80]!r}: the value is not valid YAML") from None
-    if isinstance(node[last], dict) and ":" in value and not value.lstrip().startswith("{"):
-        node[last] = value
+    is_plain = value.strip()[:1] not in tuple("'\"{[&*!|>%@")
+    if is_plain and isinstance(node[last], str | dict):
+        node[last] = value.strip()  # a path may hold what YAML takes for a comment or a key
 
 
 def _position(members: list[Any], name: str, override: str) -> int:
-    for position, member in enumerate(members):
-        if isinstance(member, dict) and member.get("name") == name:
-            return position
-    known = [member.get("name") for member in members if isinstance(member, dict)]
-    raise RecipeError(f"--set {override!r}: no member is called {name!r}; known: {known}")
+    known = [member.get("name") if isinstance(member, dict) else None for member in members]
+    if name not in known:
+        raise RecipeError(f"--set {override!r}: no member is called {name!r}; known: {known}")
+    return known.index(name)
 
 
 def _readable(error: ValidationError, content: Any, origin: str) -> str:

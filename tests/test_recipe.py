@@ -79,6 +79,16 @@ def test_mistakes_are_named(override: str, expected: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
+def test_values_are_what_was_typed() -> None:
+    """YAML takes ` #…` for a comment and `a: b` for a mapping; a path may hold either."""
+    for path in ("idx:/my photos #1/x", "idx:/a: b", "imagefolder:/ü #%20?x=1&y", "x:y"):
+        assert demo(f"data.private.source={path}").data["private"].source == path
+    assert demo("data.private.source='idx:/quoted #2'").data["private"].source == "idx:/quoted #2"
+    for override in ("phases.private.steps=true", "phases.private.checkpoint_interval=no"):
+        with pytest.raises(RecipeError, match="true and false are not allowed here"):
+            demo(override)
+
+
 def test_missing_file_and_bad_yaml_are_recipe_errors(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(tmp_path / "none.yaml")

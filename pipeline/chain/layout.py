@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareConfig, has_source_changed
@@ -181,9 +182,33 @@ class RunLayout:
         """Whether a phase has ended."""
         return self.finished_phase(name) is not None
 
-    def is_reported(self) -> bool:
-        """Whether the last step, the report, is written."""
-        return self.report.exists()
+    def is_evaluated(self) -> bool:
+        """Whether there is nothing to evaluate, or its results are whole."""
+        return self.recipe.evaluation is None or _is_json(self.evaluation)
+
+    def is_exported(self) -> bool:
+        """Whether every part of the exported directory is there; `privacy verify` reads them."""
+        parts = [self.export / name for name in ("model.safetensors", "README.md", "PRIVACY.md")]
+        is_there = all(part.num_bytes() for part in parts) and _is_json(self.export / "config.json")
+        return is_there and self.statements() is not None
+
+    def statements(self) -> list[dict[str, Any]] | None:
+        """The statements of the exported weights; None where there are none, or damaged ones."""
+        try:
+            found = json.loads((self.export / "privacy.json").read_bytes())["statements"]
+            is_whole = all(f["domain"] and f["ledger"]["head_sha256"] for f in found)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return found if is_whole else None
+
+    def is_complete(self) -> bool:
+        """Whether all that a run leaves for people is there: the report is written last."""
+        return self.report.exists() and self.is_evaluated() and self.is_exported()
+
+    def forget_results(self) -> None:
+        """What was made of weights that are no longer the run's is to be made anew."""
+        for marker in (self.evaluation, self.export / "privacy.json", self.report):
+            marker.delete()
 
     def finished_phase(self, name: str) -> Location | None:
         """The final checkpoint of a phase, or None while there is none."""
@@ -313,3 +338,11 @@ def _absolute_source(source: str) -> str:
         return source
     parts = rest.split(",") if kind == "idx" else [rest]
     return f"{kind}:" + ",".join(str(Location(part)) for part in parts)
+
+
+def _is_json(place: Location) -> bool:
+    try:
+        json.loads(place.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True

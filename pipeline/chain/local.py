@@ -16,7 +16,7 @@ _IMAGES_PER_SECOND = 1000.0
 def run_here(recipe: Recipe, console: Console) -> RunLayout:
     """Prepare, train each phase, evaluate, export and report; what is done is not done again."""
     layout = claim_checked(recipe, console)
-    if layout.is_reported():
+    if layout.is_complete():
         console.print(f"Run {layout.recipe.name} is complete. Report: {layout.report}")
         return layout
     prepare_stage(layout, console, use_ray=False)  # on one machine threads start sooner

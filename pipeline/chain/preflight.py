@@ -47,7 +47,7 @@ def check_places(layout: RunLayout) -> None:
 
 
 def check_ledgers(layout: RunLayout) -> None:
-    """The ledgers still hold what the run's newest checkpoints, and those it begins with, say.
+    """The ledgers still hold what checkpoints and statement of a run, or its start, say of them.
 
     Raises:
         LedgerError: a ledger was cut off, written anew or is another one: no statement could be
@@ -59,6 +59,10 @@ def check_ledgers(layout: RunLayout) -> None:
             latest = Location(phase.init)
         if latest is not None:
             _check_heads(layout, latest)
+    for statement in layout.statements() or []:
+        kept = statement["ledger"]
+        ledger = Ledger(layout.ledger_home, statement["domain"])
+        ledger.require_head(LedgerHead(index=kept["head_index"], digest=kept["head_sha256"]))
 
 
 def _check_heads(layout: RunLayout, checkpoint: Location) -> None:

@@ -49,7 +49,7 @@ def evaluate_stage(layout: RunLayout, console: Console) -> None:
     if evaluation is None:
         console.print("evaluate: the recipe names no evaluation")
         return
-    if not layout.evaluation.exists():
+    if not layout.is_evaluated():
         models = {name: _model(layout, saved) for name, saved in _judged(layout).items()}
         results = evaluate_encoders(
             models,
@@ -67,7 +67,7 @@ def evaluate_stage(layout: RunLayout, console: Console) -> None:
 def check_evaluation(layout: RunLayout) -> None:
     """Refuse sets that cannot be scored, before anything is trained. Raises ValueError."""
     evaluation = layout.recipe.evaluation
-    if evaluation is not None and not layout.evaluation.exists():
+    if evaluation is not None and not layout.is_evaluated():
         check_evaluation_sets(**_evaluation_sets(layout, evaluation))
 
 
@@ -115,7 +115,7 @@ def _model(layout: RunLayout, saved: Checkpoint) -> MaskedAutoencoder:
 def export_stage(layout: RunLayout, console: Console) -> None:
     """Write the timm directory, name it in the ledgers, and its privacy statement last."""
     marker = layout.export / "privacy.json"
-    if not marker.exists():
+    if not layout.is_exported():
         saved = final_checkpoint(layout, layout.recipe.phases[-1].name)
         model = _model(layout, saved)
 

@@ -70,6 +70,7 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     if note:
         console.print(f"note: {note}", style="yellow")
     check_ledgers(claimed)
+    _refuse_lost_results(claimed)
     for name in claimed.changed_sources():
         console.print(
             f"note: files of data.{name}.source were added, removed, renamed or resized since it "
@@ -79,6 +80,19 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
             style="yellow",
         )
     return claimed
+
+
+def _refuse_lost_results(layout: RunLayout) -> None:
+    """A finished run whose results are damaged is not trained again unasked."""
+    if not layout.report.exists() or layout.is_complete():
+        return
+    lost = [p.name for p in layout.recipe.phases if not layout.is_trained(p.name)]
+    if lost:
+        raise ValueError(
+            f"results of {layout.root} are missing or damaged, and so is the last checkpoint that "
+            f"they are made from, in {layout.phase(lost[0])}: restore one or the other. To train "
+            f"from the checkpoint before it, which spends reserve, delete {layout.report}"
+        )
 
 
 def _is_declared(recipe: Recipe, reference: str) -> bool:
@@ -102,6 +116,9 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
             if data[name].visibility == "public":
                 raise StorageFault(f"{fault}: {fault.private_detail}") from None
             raise
+        except ValueError as error:
+            place = f"data.{name}." if str(error).startswith("source=") else f"data.{name}: "
+            raise ValueError(f"{place}{error}") from None
         print_prepared(console, name, destination)
     check_evaluation(layout)
     hold_to_budgets(layout, plan_stage(layout))
@@ -222,6 +239,7 @@ def train_stage(
     else:
         assert train_under_ray is not None
         outcome = train_under_ray(settings, show)
+    layout.forget_results()
     if outcome.step < phase.steps:
         console.print(
             f"{name}: its reserve of steps for restarts is used up, so it ends early and validly "

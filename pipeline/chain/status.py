@@ -30,11 +30,15 @@ def status_lines(layout: RunLayout) -> list[tuple[str, str]]:
             state = f"done, {manifest.num_records:,} images" if manifest else "to do"
             lines.append((f"data {reference}", state))
     lines += [(f"phase {p.name}", _phase_state(layout, p.name)) for p in layout.recipe.phases]
-    results = {"evaluation": layout.evaluation, "export": layout.export / "privacy.json"}
-    results["report"] = layout.report
-    for name, marker in results.items():
+    results = [
+        ("evaluation", layout.evaluation, layout.is_evaluated()),
+        ("export", layout.export, layout.is_exported()),
+        ("report", layout.report, layout.report.exists()),
+    ]
+    for name, place, is_done in results:
         if name != "evaluation" or layout.recipe.evaluation is not None:
-            lines.append((name, f"done: {marker}" if marker.exists() else "to do"))
+            state = f"done: {place}" if is_done else f"to do: {place} is not whole"
+            lines.append((name, state if is_done or place.exists() else "to do"))
     return lines
 
 

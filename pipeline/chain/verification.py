@@ -54,7 +54,13 @@ def verify_run(layout: RunLayout) -> Iterator[str]:
             lineage = _check_checkpoint(layout, phase, saved, before)
             named = "; the ledger names its weights" if saved.facts.ledger_head else ""
             yield f"{phase.name}, {location.name}: digests hold{named}"
-    yield from _verify_export(layout, lineage)
+    try:
+        yield from _verify_export(layout, lineage)
+    except (KeyError, TypeError) as error:
+        raise LedgerError(
+            f"{layout.export / 'privacy.json'} is no statement of this version ({error!r}): delete "
+            "it and run again to state it anew"
+        ) from None
 
 
 def _verify_export(layout: RunLayout, lineage: Lineage) -> Iterator[str]:
@@ -68,8 +74,13 @@ def _verify_export(layout: RunLayout, lineage: Lineage) -> Iterator[str]:
             )
         yield "export: none yet"
         return
+    if not layout.is_exported():
+        raise LedgerError(
+            f"{layout.export} is not whole: a part is missing or cannot be read; run again, and it "
+            "is written anew from the last checkpoint"
+        )
     weights = hashlib.sha256(model.read_bytes()).hexdigest()
-    statements = json.loads(marker.read_text())["statements"]
+    statements = layout.statements() or []
     domains = list(dict.fromkeys(line["domain"] for line in lineage))
     stated = [statement["domain"] for statement in statements]
     final = layout.finished_phase(layout.recipe.phases[-1].name)
@@ -156,7 +167,8 @@ def _check_statement(
     if statement["weights_sha256"] != weights:
         raise LedgerError(
             f"{layout.export / 'model.safetensors'} has the digest {weights[:12]}…, but its"
-            f" statement is about {statement['weights_sha256'][:12]}…: the weights were changed"
+            f" statement is about {statement['weights_sha256'][:12]}…: the weights were changed;"
+            " delete the export folder and run again to write them anew"
         )
     ledger = Ledger(layout.ledger_home, statement["domain"])
     kept = statement["ledger"]

@@ -116,7 +116,7 @@ class DatasetManifest(BaseModel):
             )
             raise ValueError(
                 f"{root / MANIFEST_NAME} is damaged or of another version: {problems};"
-                " prepare the dataset again"
+                " delete that folder, and the same command prepares the dataset again"
             ) from None
 
     @classmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -395,7 +396,12 @@ class IdxSource(Source):
                 " [N, H, W, 1 or 3]; give the images file first, then a comma and the labels"
             )
         if self.labels is not None:
-            label_shape, _ = _read_idx(self.labels.uri)
+            label_shape, values = _read_idx(self.labels.uri)
+            if len(values) < math.prod(label_shape):
+                raise ValueError(
+                    f"source=idx: {self.labels} ends after {len(values)} of its"
+                    f" {math.prod(label_shape)} labels; fetch the file again"
+                )
             if label_shape != shape[:1]:
                 raise ValueError(
                     f"source=idx: {self.labels} has shape {label_shape}, but {self.images} has"
@@ -410,7 +416,7 @@ class IdxSource(Source):
         return beside if other != name and beside.exists() else None
 
     def list_units(self) -> list[SourceUnit]:
-        pixels_per_image = int(np.prod(self.shape[1:]))
+        pixels_per_image = math.prod(self.shape[1:])
         if self.shape[0] == 0 or pixels_per_image == 0:
             raise ValueError(f"source=idx:{self.images} holds no image")
         # A cut-off file: its complete images, and one fault for all that is missing.
@@ -430,7 +436,7 @@ class IdxSource(Source):
 
     def read_unit(self, unit: SourceUnit) -> Iterator[RawRecord]:
         shape, values = _read_idx(self.images.uri)
-        pixels_per_image = int(np.prod(shape[1:]))
+        pixels_per_image = math.prod(shape[1:])
         labels = _read_idx(self.labels.uri)[1] if self.labels is not None else None
         for row in range(unit.start, unit.stop):
             key = str(row)
@@ -454,6 +460,8 @@ def _read_idx_version(
     uri: str, size: int | None, mtime_ns: int | None
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
     """Read a file once per version of it: a unit is only a part of it."""
+    if Location(uri).is_local and Location(uri).local_path.is_dir():
+        raise ValueError(f"source=idx:{uri} is a folder: give the file of the images")
     content = Location(uri).read_bytes()
     if content[:2] == _GZIP:
         content = _gunzip_as_far_as_possible(content)

@@ -54,6 +54,7 @@ def read_tar_members(stream: IO[bytes]) -> Iterator[TarMember]:
                 continue
             name = header.name
             member = _member(stream, header)
+            name = ""
             if member is not None:
                 yield member
     except _Cut:
@@ -74,9 +75,10 @@ class _Header:
 def _headers(stream: IO[bytes]) -> Iterator[_Header | TarMember]:
     """The headers of members, long names resolved; a damaged one is a fault, told once."""
     long_name: str | None = None
-    is_lost = False
+    is_lost = is_ended = False
     while block := _read(stream, BLOCK, is_end_allowed=True):
-        if not block.strip(b"\0"):
+        is_ended = not block.strip(b"\0")
+        if is_ended:
             continue  # end-of-archive blocks; concatenated tars go on after them
         size, kind = _number(block[124:136]), block[156:157]
         is_header = _has_checksum(block) and (
@@ -98,6 +100,8 @@ def _headers(stream: IO[bytes]) -> Iterator[_Header | TarMember]:
             long_name = content.rstrip(b"\0").decode("utf-8", "replace")
         elif kind == PAX_HEADER and (found := re.search(rb"\d+ path=([^\n]*)\n", content)):
             long_name = found[1].decode("utf-8", "replace")
+    if not is_ended and not is_lost:
+        raise _Cut  # between two members: an archive ends with a block of zeros
 
 
 def _member(stream: IO[bytes], header: _Header) -> TarMember | None:

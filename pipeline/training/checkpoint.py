@@ -22,6 +22,12 @@ from pipeline.storage import Location
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 
 
+_REMEDY = (
+    "restore it from a copy, or delete this checkpoint folder: the phase then resumes from the one "
+    "before it, and pays for the lost steps again"
+)
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is damaged or belongs to something else."""
 
@@ -122,14 +128,11 @@ def load_checkpoint(location: Location) -> Checkpoint:
         try:
             contents[name] = (location / name).read_bytes()
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{location / name}: is missing; delete this checkpoint folder to resume from the "
-                "one before"
-            ) from None
+            raise CheckpointError(f"{location / name}: is missing; {_REMEDY}") from None
         if digest_of(contents[name]) != digest:
             raise CheckpointError(
                 f"{location / name}: differs from the digest in {_MANIFEST}; the file was altered "
-                "or damaged: delete this checkpoint folder to resume from the one before"
+                f"or damaged: {_REMEDY}"
             )
     return Checkpoint(
         location=location,
@@ -165,6 +168,5 @@ def _parse(location: Location) -> tuple[dict[str, str], CheckpointFacts]:
         raise CheckpointError(f"{location}: there is no finished checkpoint here") from None
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{location / _MANIFEST}: is damaged ({error!r}); delete this checkpoint folder to "
-            "resume from the one before"
+            f"{location / _MANIFEST}: is damaged ({error!r}); {_REMEDY}"
         ) from None

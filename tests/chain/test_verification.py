@@ -65,6 +65,49 @@ def test_a_run_whose_ledger_was_cut_off_does_not_go_on(storage: Path) -> None:
         assert code == 1 and "its tail was cut off" in output
 
 
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "deleted": Path.unlink,
+    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "of another kind": lambda path: path.write_text("[]"),
+}
+RESULTS = ["config.json", "model.safetensors", "README.md", "PRIVACY.md", "privacy.json"]
+
+
+@pytest.mark.parametrize("name", [*(f"export/{name}" for name in RESULTS), "evaluation.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_results_are_made_anew(storage: Path, name: str, damage: str) -> None:
+    """The same command writes them again; where only the content tells, verify says what to do."""
+    path = storage / RUN / name
+    before = path.read_bytes()
+    DAMAGE[damage](path)
+    code, output = verify(storage)
+    assert "Traceback" not in output and (code == 0 or "run again" in output)
+    if code == 1 and "delete" in output:
+        shutil.rmtree(storage / RUN / "export")
+    code, output = dp_pretrain("run", storage.parent / "small.yaml")
+    assert code == 0, output
+    if code == 0 and (name.startswith("export") or damage != "of another kind"):
+        assert verify(storage)[0] == 0
+    if path.suffix == ".safetensors":
+        assert path.read_bytes() == before
+
+
+def test_lost_results_and_checkpoints_do_not_train_again(storage: Path) -> None:
+    last = storage / RUN / "phases" / "private" / "checkpoint-00000008"
+    shutil.rmtree(last)
+    code, output = dp_pretrain("run", storage.parent / "small.yaml")
+    assert code == 0 and "complete" in output, "what people need is there"
+    shutil.rmtree(storage / RUN / "export")
+    entries = len(Ledger(str(storage / "domains"), "small-domain").entries())
+    code, output = dp_pretrain("run", storage.parent / "small.yaml")
+    assert code == 1 and "restore one or the other" in output
+    assert len(Ledger(str(storage / "domains"), "small-domain").entries()) == entries
+    (storage / RUN / "report.html").unlink()
+    code, output = dp_pretrain("run", storage.parent / "small.yaml")
+    assert code == 0, output
+    assert verify(storage)[0] == 0
+
+
 def test_another_run_over_the_domain_changes_nothing(storage: Path) -> None:
     recipe = storage.parent / "small.yaml"
     assert dp_pretrain("run", recipe, "--set", "name=other")[0] == 0

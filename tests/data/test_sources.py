@@ -235,6 +235,22 @@ def test_truncated_tar_gives_what_it_has_and_one_error(tmp_path) -> None:
     assert records_of(f"webdataset:{tmp_path / 'b.tar.gz'}")[-1].error == "truncated_tar"
 
 
+def test_idx_headers_that_cannot_be(tmp_path) -> None:
+    """Dimensions of 2^32 - 1 are a cut-off file; labels that are missing are refused."""
+    images = tmp_path / "some-images-idx3-ubyte"
+    images.write_bytes(bytes([0, 0, 8, 3]) + b"\xff" * 12 + bytes(500))
+    (record,) = records_of(f"idx:{images}")
+    assert record.error == "truncated_file"
+    header = np.array([5, 4, 4], ">u4").tobytes()
+    images.write_bytes(bytes([0, 0, 8, 3]) + header + bytes(5 * 16))
+    labels = tmp_path / "some-labels-idx1-ubyte"
+    labels.write_bytes(bytes([0, 0, 8, 1]) + header[:4] + bytes(3))
+    with pytest.raises(ValueError, match="ends after 3 of its 5 labels"):
+        open_source(f"idx:{images}")
+    with pytest.raises(ValueError, match="is a folder: give the file"):
+        open_source(f"idx:{tmp_path}")
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_idx_with_labels_found_beside_it(tmp_path, suffix: str, rng) -> None:
     images = rng.integers(0, 256, (12, 5, 4), dtype=np.uint8)

@@ -85,6 +85,17 @@ def test_walk_goes_on_after_a_damaged_header() -> None:
     assert [member.name for member in got[1:]] == [name for name, _ in MEMBERS[1:]]
 
 
+def test_an_archive_that_does_not_end_is_told() -> None:
+    """A copy that broke off between two members has lost the rest, or all, of them."""
+    whole = tar_of(MEMBERS)
+    cut = walk(whole[: 512 + 1024 + 512 + 512])
+    assert [member.name for member in cut] == ["a.jpg", "folder/b.cls", ""]
+    assert [member.error for member in cut] == [None, None, "truncated_tar"]
+    assert [member.error for member in walk(b"")] == ["truncated_tar"]
+    twice = walk(whole + whole)
+    assert len(twice) == 2 * len(MEMBERS) and not any(member.error for member in twice)
+
+
 def test_any_truncation_and_any_damage_is_reported_and_never_raised() -> None:
     content = tar_of(MEMBERS)
     end_of_members = content.rindex(b"y") + 1
