@@ -40,6 +40,7 @@ def _checked_name(value: str) -> str:
     return value
 
 
+Search = Literal["not_stated", "none", "public", "unaccounted", "accounted"]
 MAX_STEPS = 1_000_000
 """Of a phase, and of its reserve; beyond it the accountant takes minutes."""
 
@@ -338,9 +339,8 @@ class Recipe(_Strict):
     """Where the ledgers of the privacy domains live; default `{storage}/domains`. Runs compose
     in one ledger only if they name the same home."""
     private_storage: AbsolutePlace | None = None
-    """Local folder of the private logs (default: `{storage}/private` on a local disk, else
-    none)."""
-    hyperparameter_search: Literal["none", "public", "unaccounted", "accounted"] = "none"
+    """Local folder of the private logs; default `{storage}/private` on a local disk, else none."""
+    hyperparameter_search: Search = "not_stated"
     """What the choice of these hyper-parameters looked at; printed in the statement."""
     seed: NonNegativeInt | None = None
     """Tests only: pins all randomness; whatever is made is stamped NOT PRIVATE."""

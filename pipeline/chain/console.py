@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +16,9 @@ from pipeline.privacy.composition import epsilon_of_charges
 from pipeline.privacy.ledger import Ledger, LedgerReport, PhaseAccount
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.storage import Location
-from pipeline.training.metrics import PublicMetrics
+from pipeline.training.metrics import PublicMetrics, two_digits
+
+_MIN_SECONDS = 0.1  # lines that come together, as when a phase is resumed, tell no rate
 
 
 def print_plan(console: Console, plans: Sequence[PhasePlan], images_per_second: float) -> None:
@@ -90,13 +94,35 @@ def plan_lines(plan: PhasePlan, images_per_second: float) -> list[tuple[str, str
     return lines
 
 
+class PhaseProgress:
+    """Lines about a phase, one for each checkpoint, with images/s and the time that is left.
+
+    Both come from when the lines appeared here and the *expected* batch: whoever reads them could
+    time them as well. They are kept nowhere.
+    """
+
+    def __init__(self, console: Console, phase: str, num_steps: int, batch_size: int) -> None:
+        self._console, self._phase, self._num_steps = console, phase, num_steps
+        self._batch_size = batch_size
+        self._told: tuple[int, float] | None = None
+
+    def tell(self, metrics: PublicMetrics) -> None:
+        """Print the line of a checkpoint."""
+        now, line = time.monotonic(), progress_line(self._phase, self._num_steps, metrics)
+        step, then = self._told or (metrics.step, now)
+        self._told = (metrics.step, now)
+        if metrics.step > step and now - then > _MIN_SECONDS:
+            rate = two_digits((metrics.step - step) * self._batch_size / (now - then))
+            left = timedelta(
+                seconds=round((self._num_steps - metrics.step) * self._batch_size / rate)
+            )
+            line += f"  {rate:,.0f} images/s" + (f"  {left} left" if left else "")
+        self._console.print(line)
+
+
 def progress_line(phase: str, num_steps: int, metrics: PublicMetrics) -> str:
     """One checkpoint window in a line."""
-    parts = [
-        f"{phase}: step {metrics.step:,}/{num_steps:,}",
-        f"lr {metrics.learning_rate:.2e}",
-        f"{metrics.images_per_second:,.0f} images/s",
-    ]
+    parts = [f"{phase}: step {metrics.step:,}/{num_steps:,}", f"lr {metrics.learning_rate:.2e}"]
     if metrics.epsilon is not None:
         parts.insert(1, f"epsilon {metrics.epsilon:.4f}")
     if metrics.train_loss is not None:

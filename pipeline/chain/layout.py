@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareConfig, has_source_changed
-from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.ledger import Ledger, known_domains
 from pipeline.recipe import Dataset, Phase, Recipe, RecipeError, parse_recipe
 from pipeline.storage import Location
 from pipeline.training.checkpoint import latest_checkpoint, read_facts
@@ -184,7 +185,7 @@ class RunLayout:
 
     def is_evaluated(self) -> bool:
         """Whether there is nothing to evaluate, or its results are whole."""
-        return self.recipe.evaluation is None or _is_json(self.evaluation)
+        return self.recipe.evaluation is None or _is_json(self.evaluation, {"probes", "losses"})
 
     def is_exported(self) -> bool:
         """Whether every part of the exported directory is there; `privacy verify` reads them."""
@@ -311,15 +312,15 @@ def open_ledgers(run_or_domain: str, storage: str, ledger_home: str | None = Non
     """
     if ledger_home is None and _run_folder(run_or_domain, storage) is not None:
         return open_run(run_or_domain, storage).ledgers()
-    home = Location(ledger_home or f"{storage.rstrip('/')}/domains")
-    known = _names_in(home)
+    home = str(Location(ledger_home or f"{storage.rstrip('/')}/domains"))
+    known = known_domains(home)
     if run_or_domain not in known:
         raise RecipeError(
             f"{run_or_domain!r}: no run of this name in {storage}/runs (known runs: "
             f"{_names_in(Location(storage) / 'runs')}) and no ledger in {home} (known domains: "
             f"{known}). Give --storage, --ledger-home, or the run's folder"
         )
-    return [Ledger(str(home), run_or_domain)]
+    return [Ledger(home, run_or_domain)]
 
 
 def _run_folder(name_or_folder: str, storage: str) -> Location | None:
@@ -340,9 +341,10 @@ def _absolute_source(source: str) -> str:
     return f"{kind}:" + ",".join(str(Location(part)) for part in parts)
 
 
-def _is_json(place: Location) -> bool:
+def _is_json(place: Location, keys: Set[str] = frozenset()) -> bool:
+    """Whether a file is a JSON object that has some keys."""
     try:
-        json.loads(place.read_bytes())
+        content = json.loads(place.read_bytes())
     except (OSError, ValueError):
         return False
-    return True
+    return isinstance(content, dict) and content.keys() >= keys

@@ -8,12 +8,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
+from pipeline.chain.descent import Descent
 from pipeline.chain.layout import RunLayout
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.sources import open_source
 from pipeline.privacy.ledger import Ledger, LedgerError, LedgerHead
 from pipeline.storage import Location
-from pipeline.training.checkpoint import latest_checkpoint, read_facts
+from pipeline.training.checkpoint import CheckpointFacts, latest_checkpoint, read_facts
 
 
 def check_places(layout: RunLayout) -> None:
@@ -53,20 +54,21 @@ def check_ledgers(layout: RunLayout) -> None:
         LedgerError: a ledger was cut off, written anew or is another one: no statement could be
             made about the run's weights.
     """
+    descent = Descent(layout.ledger_home)
     for phase in layout.recipe.phases:
         latest = latest_checkpoint(layout.phase(phase.name))
-        if latest is None and phase.init not in ("previous", "fresh"):
-            latest = Location(phase.init)
-        if latest is not None:
-            _check_heads(layout, latest)
+        start = Location(phase.init) if phase.init not in ("previous", "fresh") else None
+        for checkpoint in (latest, start):
+            if checkpoint is not None:
+                facts, _ = descent.require_owned_up(checkpoint)
+                _check_heads(layout, checkpoint, facts)
     for statement in layout.statements() or []:
         kept = statement["ledger"]
         ledger = Ledger(layout.ledger_home, statement["domain"])
         ledger.require_head(LedgerHead(index=kept["head_index"], digest=kept["head_sha256"]))
 
 
-def _check_heads(layout: RunLayout, checkpoint: Location) -> None:
-    facts = read_facts(checkpoint)
+def _check_heads(layout: RunLayout, checkpoint: Location, facts: CheckpointFacts) -> None:
     for line in facts.lineage:
         ledger = Ledger(layout.ledger_home, line["domain"])
         known = {(account.run, account.phase) for account in ledger.accounts()}

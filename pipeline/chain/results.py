@@ -21,7 +21,7 @@ from pipeline.evaluation.evaluate import (
     evaluate_encoders,
     format_results,
 )
-from pipeline.models.export import export_encoder
+from pipeline.models.export import encoder_files, export_encoder
 from pipeline.models.mae import MaskedAutoencoder, reconstruction_pictures
 from pipeline.models.sizes import model_size, parameter_count
 from pipeline.plan import logical_batch_size
@@ -119,24 +119,44 @@ def export_stage(layout: RunLayout, console: Console) -> None:
         saved = final_checkpoint(layout, layout.recipe.phases[-1].name)
         model = _model(layout, saved)
 
-        def export(card_markdown: str) -> str:
-            encoder = export_encoder(
-                model,
-                layout.export,
-                tag=layout.recipe.name,
-                guarantee=saved.facts.guarantee,
-                card_markdown=card_markdown,
-            )
-            return encoder.weights_digest
-
+        stamp: Any = {"tag": layout.recipe.name, "guarantee": saved.facts.guarantee}
         # The statement needs the weights' digest, the card the statement: the card comes second.
-        statements = _statements(layout, saved.facts, export(""))
-        export(model_card(_report_inputs(layout, saved, statements)))
-        (layout.export / "PRIVACY.md").write_text(_statement_text(statements))
+        bare = export_encoder(model, layout.export, **stamp, card_markdown="")
+        statements = _statements(layout, saved.facts, bare.weights_digest)
+        card = expected_card(layout, saved, statements)
+        export_encoder(model, layout.export, **stamp, card_markdown=card)
+        (layout.export / "PRIVACY.md").write_text(statements_text(statements))
         marker.write_text(json.dumps({"statements": statements}, indent=1))
     console.print(f"Encoder:  timm.create_model('local-dir:{layout.export}', pretrained=True)")
     for statement in json.loads(marker.read_text())["statements"]:
         console.print(_claim(statement), style="bold")
+
+
+def expected_export(
+    layout: RunLayout, saved: Checkpoint, statements: Sequence[Mapping[str, Any]]
+) -> dict[str, bytes]:
+    """What `export_stage` writes of a checkpoint and its statements, but for the model card."""
+    files = encoder_files(
+        _model(layout, saved),
+        tag=layout.recipe.name,
+        guarantee=saved.facts.guarantee,
+        card_markdown="",
+    )
+    del files["README.md"]
+    return {**files, "PRIVACY.md": statements_text(statements).encode()}
+
+
+def expected_card(
+    layout: RunLayout, saved: Checkpoint, statements: Sequence[Mapping[str, Any]]
+) -> str:
+    """The model card of a checkpoint and its statements.
+
+    Raises:
+        ValueError: the last checkpoint of a phase, or the evaluation, of which it tells, is gone.
+    """
+    if not layout.is_evaluated():
+        raise ValueError(f"{layout.evaluation} is missing or damaged; run again")
+    return model_card(_report_inputs(layout, saved, statements))
 
 
 NO_LINEAGE_TEXT = (
@@ -145,7 +165,8 @@ NO_LINEAGE_TEXT = (
 )
 
 
-def _statement_text(statements: Sequence[Mapping[str, Any]]) -> str:
+def statements_text(statements: Sequence[Mapping[str, Any]]) -> str:
+    """The statements as Markdown for people, one after the other."""
     return "\n".join(statement_text(each) for each in statements) or NO_LINEAGE_TEXT
 
 
@@ -167,12 +188,7 @@ def _claim(statement: Mapping[str, Any]) -> str:
 def _statements(
     layout: RunLayout, facts: CheckpointFacts, weights_digest: str
 ) -> list[dict[str, Any]]:
-    """One statement for each privacy domain that shaped the weights."""
-    public = [
-        f"{name}: {manifest.origin or _kind(manifest.source)} ({manifest.num_records:,} images)"
-        for name, manifest in layout.manifests().items()
-        if manifest.visibility == "public"
-    ]
+    """One statement for each privacy domain that shaped the weights, which its ledger names."""
     statements = []
     for domain in dict.fromkeys(line["domain"] for line in facts.lineage):
         lines = [line for line in facts.lineage if line["domain"] == domain]
@@ -185,20 +201,30 @@ def _statements(
             digest=weights_digest,
             kind="export",
         )
-        statements.append(
-            build_statement(
-                ledger=ledger,
-                run=layout.recipe.name,
-                lineage=[
-                    LineageStep(run=line["run"], phase=line["phase"], num_steps=line["num_steps"])
-                    for line in lines
-                ],
-                weights_digest=weights_digest,
-                hyperparameter_search=layout.recipe.hyperparameter_search,
-                public_data=public,
-            )
-        )
+        statements.append(state(layout, ledger, facts.lineage, weights_digest))
     return statements
+
+
+def state(
+    layout: RunLayout, ledger: Ledger, lineage: Sequence[Mapping[str, Any]], weights_digest: str
+) -> dict[str, Any]:
+    """The statement of a run's weights over the domain of `ledger`, as its entries give it."""
+    return build_statement(
+        ledger=ledger,
+        run=layout.recipe.name,
+        lineage=[
+            LineageStep(run=line["run"], phase=line["phase"], num_steps=line["num_steps"])
+            for line in lineage
+            if line["domain"] == ledger.domain
+        ],
+        weights_digest=weights_digest,
+        hyperparameter_search=layout.recipe.hyperparameter_search,
+        public_data=[
+            f"{name}: {manifest.origin or _kind(manifest.source)} ({manifest.num_records:,} images)"
+            for name, manifest in layout.manifests().items()
+            if manifest.visibility == "public"
+        ],
+    )
 
 
 def _model_facts(layout: RunLayout) -> ModelFacts:
@@ -248,7 +274,7 @@ def _report_inputs(
         evaluation=read_evaluation(layout),
         audit=json.loads(layout.audit.read_text()) if layout.audit.exists() else None,
         pictures=None,
-        statement_markdown=_statement_text(statements),
+        statement_markdown=statements_text(statements),
         recipe_yaml=_published(recipe).to_yaml(),
     )
 

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pipeline.chain.budgets import hold_to_budgets
-from pipeline.chain.console import print_prepared, progress_line
+from pipeline.chain.console import PhaseProgress, print_prepared
+from pipeline.chain.descent import name_descendant
 from pipeline.chain.layout import RunLayout, claim_run
 from pipeline.chain.preflight import check_ledgers, check_places
 from pipeline.chain.results import check_evaluation
@@ -26,7 +27,7 @@ from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
 from pipeline.plan import PhasePlan, plan_recipe
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.mechanism import Mechanism
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe import Phase, Recipe, load_recipe
 from pipeline.storage import Location
 from pipeline.training.checkpoint import read_facts
 from pipeline.training.metrics import PublicMetrics
@@ -226,10 +227,9 @@ def train_stage(
     settings = phase_settings(layout, name)
     phase = settings.phase
 
-    def show(metrics: PublicMetrics) -> None:
-        console.print(progress_line(name, phase.steps, metrics))
-
+    show = PhaseProgress(console, name, phase.steps, settings.batch_size).tell
     if layout.finished_phase(name) is not None:
+        _name_descendant(layout, phase)
         console.print(f"{name}: done")
         return
     if settings.mechanism is not None:
@@ -239,6 +239,7 @@ def train_stage(
     else:
         assert train_under_ray is not None
         outcome = train_under_ray(settings, show)
+    _name_descendant(layout, phase)
     layout.forget_results()
     if outcome.step < phase.steps:
         console.print(
@@ -246,6 +247,13 @@ def train_stage(
             f"at step {outcome.step} of {phase.steps}",
             style="yellow",
         )
+
+
+def _name_descendant(layout: RunLayout, phase: Phase) -> None:
+    """A private phase's weights are in its ledger already; a public one's may descend from it."""
+    made = layout.finished_phase(phase.name)
+    if phase.kind == "public" and made is not None:
+        name_descendant(layout.ledger_home, made)
 
 
 def _train_here(settings: PhaseSettings, show: Callable[[PublicMetrics], None]) -> PhaseOutcome:

@@ -67,6 +67,36 @@ def export_encoder(
            (test_nothing_of_the_architectures_own_configuration_survives).
         3. Weights with an unknown stamp are refused (test_audit_weights_are_not_exported).
     """
+    files = encoder_files(
+        model,
+        tag=tag,
+        guarantee=guarantee,
+        card_markdown=card_markdown,
+        pretrained_cfg=pretrained_cfg,
+    )
+    (destination / "config.json").delete()
+    for name, content in files.items():
+        (destination / name).write_bytes(content)
+    return ExportedEncoder(
+        location=destination,
+        weights_digest=hashlib.sha256(files["model.safetensors"]).hexdigest(),
+        num_parameters=sum(tensor.numel() for tensor in model.encoder.state_dict().values()),
+    )
+
+
+def encoder_files(
+    model: MaskedAutoencoder,
+    *,
+    tag: str,
+    guarantee: str,
+    card_markdown: str,
+    pretrained_cfg: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """What `export_encoder` writes, by file name and in its order; equal calls, equal bytes.
+
+    Raises:
+        ValueError: as `export_encoder`.
+    """
     if guarantee not in GUARANTEES:
         raise ValueError(
             f"guarantee is {guarantee!r}; exported are only weights stamped one of {GUARANTEES}: "
@@ -79,15 +109,11 @@ def export_encoder(
     }
     # One metadata key only: safetensors writes several in random order, and digests would differ.
     weights = save(tensors, metadata={"format": "pt"})
-    (destination / "config.json").delete()
-    (destination / "model.safetensors").write_bytes(weights)
-    (destination / "README.md").write_text(card_markdown)
-    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return ExportedEncoder(
-        location=destination,
-        weights_digest=hashlib.sha256(weights).hexdigest(),
-        num_parameters=sum(tensor.numel() for tensor in tensors.values()),
-    )
+    return {
+        "model.safetensors": weights,
+        "README.md": card_markdown.encode(),
+        "config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }
 
 
 def _config(

@@ -15,9 +15,11 @@ FORMAT = "dp-pretrain privacy statement, version 1"
 NO_GUARANTEE = "none: NOT PRIVATE"
 UNBOUNDED = "unbounded"
 
-HyperparameterSearch = Literal["none", "public", "unaccounted", "accounted"]
+HyperparameterSearch = Literal["not_stated", "none", "public", "unaccounted", "accounted"]
 
 _SEARCHES: Mapping[str, str] = {
+    "not_stated": "nobody has stated what the choice of hyper-parameters looked at; if it was the "
+    "private records, what that reveals is NOT part of any epsilon here",
     "none": "no hyper-parameter was chosen by looking at the private records",
     "public": "hyper-parameters were chosen on public data only",
     "unaccounted": "hyper-parameters were chosen with the private records in view, and what that "
@@ -54,8 +56,9 @@ _ASSUMPTIONS = (
     "composition: all phases, attempts and runs over the domain are added up, but for those that "
     "read different splits of one preparation: a record lies in one of them, as its own digest and "
     "public text decide, so of these the dearest counts; splits of different preparations add up",
-    "steps lost in a crash were not looked at: this model's own epsilon counts the steps that "
-    "lead to it, the run's counts all that were paid for",
+    "steps that were charged, and lost in a crash before a checkpoint of theirs was on record, "
+    "showed nothing: this model's own epsilon counts the steps that lead to it and those whose "
+    "checkpoint was on record before the phase went back behind them; the run's counts all",
 )
 
 
@@ -99,6 +102,8 @@ def build_statement(
            domain makes the domain's total unbounded (test_statement_says_not_private).
         3. Steps that led to the weights cannot be left out: the ledger says at which step
            they were made (test_unfounded_statements_are_refused).
+        4. Steps that were run again after their result was on record count twice
+           (test_discarded_results_are_counted).
     """
     if hyperparameter_search not in _SEARCHES:
         raise ValueError(
@@ -117,10 +122,12 @@ def build_statement(
             "weights there: state the steps that led to them"
         )
     led = [
-        Charge(account.mechanism, step.num_steps, account.part)
+        Charge(account.mechanism, step.num_steps + account.num_discarded_steps, account.part)
         for account, step in zip(accounts, lineage, strict=True)
     ]
-    executed = [c for account in report.phases if account.run == run for c in account.charges]
+    own_phases = [account for account in report.phases if account.run == run]
+    started_from = [account for account in accounts if account.run != run]
+    executed = [charge for account in own_phases + started_from for charge in account.charges]
     domain = [charge for account in report.phases for charge in account.charges]
     last = accounts[-1].mechanism
     delta = last.delta
@@ -151,6 +158,7 @@ def build_statement(
                 "run": step.run,
                 "phase": step.phase,
                 "num_steps": step.num_steps,
+                "num_discarded_steps": account.num_discarded_steps,
                 "num_charged_steps": account.num_charged_steps,
                 "num_attempts": len(account.attempts),
                 "ended": account.finished or "not recorded",
@@ -193,8 +201,8 @@ def statement_text(statement: Mapping[str, Any]) -> str:
     lines += ["", "| what | epsilon | delta |", "|---|---|---|"]
     epsilon, delta = statement["epsilon"], statement["delta"]
     for name, title in (
-        ("this_model", "this model (the steps that led to it)"),
-        ("this_run", "everything this run paid for"),
+        ("this_model", "this model (the steps that led to it, and results that were discarded)"),
+        ("this_run", "everything this run, and the phases it started from, paid for"),
         ("domain", f"all runs over the privacy domain `{statement['domain']}`"),
     ):
         lines.append(f"| {title} | {_epsilon_text(epsilon[name])} | {delta:.4g} |")
@@ -211,8 +219,9 @@ def statement_text(statement: Mapping[str, Any]) -> str:
         "",
         "## Mechanism",
         "",
-        "| phase | N | B | q | noise multiplier | clip | T | steps here | charged | delta |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| phase | N | B | q | noise multiplier | clip | T | steps here | discarded | charged | "
+        "delta |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for phase in statement["phases"]:
         m = phase["mechanism"]
@@ -221,7 +230,8 @@ def statement_text(statement: Mapping[str, Any]) -> str:
             f"| {phase['phase']} | {records} | {m['expected_batch_size']:,} | "
             f"{m['sampling_probability']:.6g} | {m['noise_multiplier']} | {m['max_grad_norm']:g} |"
             f" {m['num_steps']:,} (+ {m['reserve_steps']:,} in reserve) | "
-            f"{phase['num_steps']:,} | {phase['num_charged_steps']:,} in "
+            f"{phase['num_steps']:,} | {phase['num_discarded_steps']:,} | "
+            f"{phase['num_charged_steps']:,} in "
             f"{phase['num_attempts']} attempt(s) | {m['delta']:.4g} |"
         )
     for title, name in (

@@ -21,7 +21,8 @@ class MetricPoint:
         step: Logical steps done.
         learning_rate: Of the last step.
         epsilon: Charged to the run so far; None in a public phase.
-        images_per_second: Expected batch size x steps / seconds of the window; kept to two digits.
+        images_per_second: Batch size x steps / seconds of the window, to two digits; public phases
+            only.
         held_out_loss: On images marked public; None where the recipe names none.
         train_loss: Of the window; public phases only.
     """
@@ -29,12 +30,13 @@ class MetricPoint:
     step: int
     learning_rate: float
     epsilon: float | None
-    images_per_second: float
+    images_per_second: float | None
     held_out_loss: float | None
     train_loss: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "images_per_second", float(f"{self.images_per_second:.2g}"))
+        if self.images_per_second is not None:
+            object.__setattr__(self, "images_per_second", float(f"{self.images_per_second:.2g}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +53,11 @@ class PhaseFacts:
         points: One per checkpoint, in order.
         ended: How it ended, in words.
     Raises:
-        ValueError: a private phase with a training loss, or a public one with an epsilon.
+        ValueError: a private phase with a training loss or a speed, or a public one with an
+            epsilon.
 
     Guarantees:
-        1. The training loss of a private phase cannot be told
+        1. The training loss and the speed of a private phase cannot be told
            (test_private_losses_are_not_reported).
     """
 
@@ -68,11 +71,12 @@ class PhaseFacts:
     ended: str = "complete"
 
     def __post_init__(self) -> None:
-        if self.kind == "private" and any(p.train_loss is not None for p in self.points):
-            raise ValueError(
-                f"phase {self.name!r} is private and has a train_loss: a loss on private images "
-                f"belongs in the private log; leave it out"
-            )
+        for field in ("train_loss", "images_per_second") if self.kind == "private" else ():
+            if any(getattr(point, field) is not None for point in self.points):
+                raise ValueError(
+                    f"phase {self.name!r} is private and has a {field}: what tells of private "
+                    f"images belongs in the private log; leave it out"
+                )
         if self.kind == "public" and any(p.epsilon is not None for p in self.points):
             raise ValueError(f"phase {self.name!r} is public and has an epsilon: leave it out")
 
@@ -83,8 +87,8 @@ class PhaseFacts:
 
     @property
     def images_per_second(self) -> float | None:
-        """Median over the windows; None before the first checkpoint."""
-        speeds = [point.images_per_second for point in self.points]
+        """Median over the windows; None in a private phase and before the first checkpoint."""
+        speeds = [p.images_per_second for p in self.points if p.images_per_second is not None]
         return float(np.median(speeds)) if speeds else None
 
 

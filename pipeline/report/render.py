@@ -191,14 +191,16 @@ def _charts(phase: PhaseFacts, norm_pix_loss: bool) -> list[tuple[str, str]]:
         if known:
             losses.append(f"{name} loss from {known[0]:.4g} to {known[-1]:.4g}")
     peak = max((point.learning_rate for point in phase.points), default=0.0)
-    speed = phase.images_per_second
-    spoken = "unknown" if speed is None else f"median {_two_digits(speed)}"
     name = f"Phase {phase.name}, {phase.num_steps} steps"
-    return [
+    charts = [
         (loss_chart(phase, norm_pix_loss), f"{name}: {' and '.join(losses) or 'no public loss'}."),
         (rate_chart(phase), f"{name}: learning rate, at most {_short(peak)}."),
-        (speed_chart(phase), f"{name}: images per second, {spoken}."),
     ]
+    if phase.kind == "public":
+        speed = phase.images_per_second
+        spoken = "unknown" if speed is None else f"median {_two_digits(speed)}"
+        charts.append((speed_chart(phase), f"{name}: images per second, {spoken}."))
+    return charts
 
 
 def _pictures(inputs: ReportInputs) -> list[tuple[str, str]]:

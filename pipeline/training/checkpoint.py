@@ -120,6 +120,12 @@ def read_facts(location: Location) -> CheckpointFacts:
     return _parse(location)[1]
 
 
+def read_claim(location: Location) -> tuple[CheckpointFacts, str]:
+    """As `read_facts`, and the digest that it gives of its weights, which is not checked here."""
+    files, facts = _parse(location)
+    return facts, files[_MODEL]
+
+
 def load_checkpoint(location: Location) -> Checkpoint:
     """Load and check a checkpoint. Raises CheckpointError if a byte differs from its digest."""
     files, facts = _parse(location)

@@ -1,7 +1,7 @@
 """What may be seen of a phase while it trains, and the private log kept apart.
 
-Public: the step, epsilon so far, the learning rate, images/s computed from the *expected* batch
-size over a whole checkpoint window, and the loss on a held-out set marked public.
+Public: the step, epsilon so far, the learning rate and the loss on a held-out set marked public; of
+public phases also images/s over a whole checkpoint window and the training loss.
 Private: losses, gradient norms, realised batch sizes, clip fractions, timings, failures. They go to
 the private log and nowhere else.
 """
@@ -31,7 +31,8 @@ class PublicMetrics:
         step: logical steps done.
         learning_rate: of the last step.
         epsilon: spent by this run so far (everything charged), None for a public phase.
-        images_per_second: expected batch size x steps / seconds of the window, two digits.
+        images_per_second: batch size x steps / seconds of the window, two digits; public phases
+            only, for a duration tells of the realised batches.
         held_out_loss: mean loss on public held-out images, None if the recipe names none.
         train_loss: mean training loss of the window; public phases only.
     """
@@ -39,7 +40,7 @@ class PublicMetrics:
     step: int
     learning_rate: float
     epsilon: float | None
-    images_per_second: float
+    images_per_second: float | None
     held_out_loss: float | None
     train_loss: float | None = None
 

@@ -88,6 +88,7 @@ class _State:
     guarantee: str = "none needed (public data)"
     weights_digest: str = ""
     ledger_head: tuple[int, str] | None = None
+    is_resumed: bool = False
 
 
 def run_phase(
@@ -112,6 +113,10 @@ def run_phase(
         3. Every step's images are exactly the plan's, once each (test_exact_delivery).
         4. A failure of a private phase shows only words written for all
            (test_nothing_private_is_shown).
+        5. A private phase goes on only from weights that its ledger names, at their step
+           (test_tampered_checkpoints_are_not_resumed).
+        6. Nothing of a window is shown before its checkpoint is on record
+           (test_nothing_is_shown_before_it_is_on_record).
     """
     store = ShardStore(settings.dataset_root)
     _check_manifest(settings, store)
@@ -273,12 +278,19 @@ class _OpenPhase:
         return AttemptKey.from_bytes(shared, is_seeded=settings.seed is not None)
 
     def _verify_ledger(self, ledger: Ledger) -> None:
-        """The ledger holds what the checkpoint saw of it, and names the weights to go on from."""
-        if self.state.ledger_head is None:
+        """The ledger holds what the checkpoint saw of it, and names its weights at its step."""
+        state, settings = self.state, self.settings
+        if not state.is_resumed:
             return
-        index, digest = self.state.ledger_head
-        ledger.verify(
-            head=LedgerHead(index=index, digest=digest), weights_digest=self.state.weights_digest
+        if state.ledger_head is None:
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} in {settings.output} keeps no ledger head, "
+                "which every private one does: restore its checkpoint.json from a copy"
+            )
+        index, digest = state.ledger_head
+        ledger.verify(head=LedgerHead(index=index, digest=digest))
+        ledger.require_weights(
+            state.weights_digest, run=settings.run, phase=settings.phase.name, step=state.step
         )
 
     def run_window(self, on_window: OnWindow) -> None:
@@ -305,7 +317,8 @@ class _OpenPhase:
         seconds = max(time.monotonic() - started, 1e-9)
         metrics = self._public_metrics(rate, num_steps, seconds)
         self._save()
-        if metrics is not None:
+        if metrics is not None and self.board is not None:  # nothing is shown that is not on record
+            self.board.write(metrics)
             on_window(metrics)
 
     def _charge(self, num_steps: int) -> bool:
@@ -398,7 +411,7 @@ class _OpenPhase:
         if not self.is_first:
             return None
         settings = self.settings
-        epsilon = None
+        epsilon, num_images = None, settings.batch_size * num_steps
         if settings.mechanism is not None and self.ledger is not None:
             charges = self.ledger.charges(settings.run)
             epsilon = epsilon_of_charges(charges, settings.mechanism.delta).value
@@ -406,13 +419,11 @@ class _OpenPhase:
             step=self.state.step,
             learning_rate=rate,
             epsilon=epsilon,
-            images_per_second=two_digits(settings.batch_size * num_steps / seconds),
+            images_per_second=None if settings.mechanism else two_digits(num_images / seconds),
             held_out_loss=self.held_out.measure(self.model) if self.held_out else None,
             train_loss=self.gradients.public_loss(),
         )
         self.state.history.append(asdict(metrics))
-        if self.board is not None:
-            self.board.write(metrics)
         return metrics
 
     def _save(self) -> None:
@@ -540,6 +551,7 @@ def _restore(
             guarantee=facts.guarantee,
             weights_digest=saved.weights_digest,
             ledger_head=facts.ledger_head,
+            is_resumed=True,
         )
     if settings.init_from is None:
         return _State()

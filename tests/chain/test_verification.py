@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from small_recipe import dp_pretrain, write_small_recipe
 
@@ -19,6 +20,7 @@ from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.privacy.statement import statement_text
+from pipeline.recipe import parse_recipe
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,10 @@ def test_a_good_run_is_verified(storage: Path) -> None:
         "ledger of domain 'small-domain'",
         "private, checkpoint-00000008: digests hold; the ledger names its weights",
         "warmup, checkpoint-00000006: digests hold\n",
-        "the statement is what its entries give",
-        "PRIVACY.md",
+        "not signed",
+        "the statement is what its entries gave up to entry",
+        "model.safetensors, config.json, PRIVACY.md, README.md are what the last checkpoint",
+        "not checked: report.html",
     ):
         assert part in output
 
@@ -86,8 +90,7 @@ def test_damaged_results_are_made_anew(storage: Path, name: str, damage: str) ->
         shutil.rmtree(storage / RUN / "export")
     code, output = dp_pretrain("run", storage.parent / "small.yaml")
     assert code == 0, output
-    if code == 0 and (name.startswith("export") or damage != "of another kind"):
-        assert verify(storage)[0] == 0
+    assert verify(storage)[0] == 0
     if path.suffix == ".safetensors":
         assert path.read_bytes() == before
 
@@ -181,7 +184,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "entry removed": (lambda s: entry(s, 2).unlink(), "lacks entry 2"),
     "tail cut off": (cut_tail, "its tail was cut off or rewritten"),
     "tail cut off, not exported": (cut_tail_of_an_unexported_run, "its tail was cut off"),
-    "checkpoint of one's own": (checkpoint_of_ones_own, "names weights"),
+    "checkpoint of one's own": (checkpoint_of_ones_own, "does not name the weights"),
     "weights changed": (
         lambda s: change_weights(s / RUN / "export" / "model.safetensors"),
         "the weights were changed",
@@ -196,7 +199,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "statement embellished": (embellish, "says otherwise than the ledger in epsilon"),
     "text embellished": (
         lambda s: edit(s / RUN / "export" / "PRIVACY.md", b"(epsilon", b"(tiny epsilon"),
-        "is not the text of privacy.json",
+        "PRIVACY.md is not what",
     ),
     "head taken out of a checkpoint": (
         lambda s: edit(
@@ -261,16 +264,46 @@ def claim_fewer_steps(storage: Path) -> None:
     change_checkpoint(storage, lineage=[own], step=2)
 
 
+def call_it_a_public_phase(storage: Path) -> None:
+    """In the recipe that the run began with; its digest then fits no checkpoint."""
+    path = storage / RUN / "recipe.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["phases"][1].update(kind="public", privacy=None, batch_size=20, data="synthetic")
+    path.write_text(yaml.safe_dump(content))
+    make_it_public(storage)
+
+
+def call_it_public_everywhere(storage: Path) -> None:
+    """In every file but the ledger's."""
+    call_it_a_public_phase(storage)
+    digest = parse_recipe((storage / RUN / "recipe.yaml").read_text(), origin="").digest()
+    for path in (storage / RUN / "phases").glob("*/*/checkpoint.json"):
+        content = json.loads(path.read_text())
+        content["facts"]["recipe_digest"] = digest
+        path.write_text(json.dumps(content))
+
+
+def state_a_smaller_domain(storage: Path) -> None:
+    export = storage / RUN / "export"
+    content = json.loads((export / "privacy.json").read_text())
+    content["statements"][0]["epsilon"]["domain"]["value"] = 0.5
+    (export / "privacy.json").write_text(json.dumps(content))
+    (export / "PRIVACY.md").write_text(statement_text(content["statements"][0]))
+
+
 UNDERSTATED: dict[str, tuple[Callable[[Path], None], str]] = {
     "statement taken away": (take_statement_away, "descend from private phases over"),
     "statement lost": (lambda s: (s / RUN / "export" / "privacy.json").unlink(), "nothing is"),
-    "made public": (make_it_public, "keeps no ledger head"),
+    "made public": (make_it_public, "or what they started from, were made by"),
     "made public but for the head": (
         lambda s: change_checkpoint(s, lineage=[]),
-        "the phases of this run give",
+        "or what they started from, were made by",
     ),
+    "called a public phase": (call_it_a_public_phase, "under another recipe"),
+    "called public everywhere": (call_it_public_everywhere, "started from, were made by"),
+    "a smaller domain stated": (state_a_smaller_domain, "otherwise than the ledger in epsilon"),
     "fewer steps stated": (state_fewer_steps, "says otherwise than the ledger in epsilon, phases"),
-    "fewer steps claimed": (claim_fewer_steps, "the ledger says of its weights"),
+    "fewer steps claimed": (claim_fewer_steps, "or what they started from, were made by"),
 }
 
 
@@ -281,6 +314,86 @@ def test_understated_runs_are_refused(storage: Path, how: str) -> None:
     code, output = verify(storage)
     assert code == 1 and message in output and "verified\n" not in output, output
     assert "Traceback" not in output
+
+
+def edit_config(path: Path) -> None:
+    edit(path / "config.json", b'"guarantee": "differential privacy"', b'"guarantee": "pure"')
+
+
+EDITED: dict[str, Callable[[Path], None]] = {
+    "config.json": edit_config,
+    "README.md": lambda export: edit(export / "README.md", b"Protected:", b"Fully protected:"),
+    "PRIVACY.md": lambda export: edit(export / "PRIVACY.md", b"NOT part", b"part"),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_edited_exports_are_refused(storage: Path, name: str) -> None:
+    EDITED[name](storage / RUN / "export")
+    code, output = verify(storage)
+    assert code == 1 and f"{name} is not what" in output, output
+
+
+@pytest.fixture
+def child(storage: Path) -> tuple[Path, Path]:
+    """Recipe of a public run that starts from the private phase, and that phase's checkpoint."""
+    start = storage / RUN / "phases" / "private" / "checkpoint-00000008"
+    content = yaml.safe_load((storage.parent / "small.yaml").read_text())
+    content["name"] = "child"
+    content["phases"] = [{**content["phases"][0], "init": str(start)}]
+    del content["data"]["private"]
+    recipe = storage.parent / "child.yaml"
+    recipe.write_text(yaml.safe_dump(content))
+    return recipe, start
+
+
+def disown(checkpoint: Path, **facts: object) -> None:
+    path = checkpoint / "checkpoint.json"
+    content = json.loads(path.read_text())
+    content["facts"].update(lineage=[], ledger_head=None, **facts)
+    path.write_text(json.dumps(content))
+
+
+def test_an_edited_start_is_refused(storage: Path, child: tuple[Path, Path]) -> None:
+    recipe, start = child
+    disown(start)
+    code, output = dp_pretrain("run", recipe)
+    assert code == 1 and "or what they started from, were made by" in output, output
+    assert not (storage / "runs" / "child" / "phases").exists()
+
+
+@pytest.mark.parametrize("facts", [{}, {"origin": []}], ids=["lineage", "lineage and origin"])
+def test_an_edited_descendant_is_refused(
+    storage: Path, child: tuple[Path, Path], facts: dict[str, object]
+) -> None:
+    """A public phase that went on from private weights: the ledger names what it made."""
+    recipe, start = child
+    code, output = dp_pretrain("run", recipe)
+    assert code == 0, output
+    words = ("privacy", "verify", "child", "--storage", storage)
+    code, output = dp_pretrain(*words)
+    assert code == 0 and "export: weights" in output, output
+    (made,) = (storage / "runs" / "child" / "phases" / "warmup").glob("*06")
+    disown(made, **facts)
+    disown(start)
+    code, output = dp_pretrain(*words)
+    assert code == 1 and "were made by" in output, output
+
+
+def test_a_domain_that_grew_is_told(storage: Path) -> None:
+    assert "since then" not in verify(storage)[1]
+    assert dp_pretrain("run", storage.parent / "small.yaml", "--set", "name=other")[0] == 0
+    code, output = verify(storage)
+    assert code == 0 and "since then domain 'small-domain' was read again" in output, output
+    assert (
+        dp_pretrain(
+            *("privacy", "unprotected", "small-domain", "--storage", storage, "--yes"),
+            *("--who", "me", "--reason", "a look"),
+        )[0]
+        == 0
+    )
+    code, output = verify(storage)
+    assert code == 0 and "all runs come to UNBOUNDED (stated:" in output, output
 
 
 def test_show(storage: Path) -> None:

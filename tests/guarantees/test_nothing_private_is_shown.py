@@ -48,7 +48,9 @@ def test_nothing_private_is_shown(
         text = path.read_bytes().decode("latin-1")
         assert not [n for n in numbers if n in text], path
     assert not [n for n in numbers if n in console + repr(shown)]
-    assert all(metrics.train_loss is None for metrics in shown)
+    assert all(
+        metrics.train_loss is None and metrics.images_per_second is None for metrics in shown
+    )
 
 
 def test_what_is_shown_is_a_closed_list() -> None:

@@ -91,7 +91,7 @@ def test_one_run(ledger: Ledger) -> None:
     (account,) = ledger.accounts()
     assert (account.finished, account.num_charged_steps) == ("complete", 20)
     report = ledger.verify(weights_digest=DIGEST, head=head)
-    assert report.weights == ("run", "private", 20, "export")
+    assert ledger.weights_named(DIGEST) == [("run", "private", 20)]
     assert report.is_total_bounded and report.num_entries == 7
     assert report.epsilon is not None and report.epsilon.value > 0
 
@@ -422,7 +422,8 @@ def test_unknown_weights_are_refused(ledger: Ledger) -> None:
     attempt = start(ledger)
     attempt.charge(0, 1)
     attempt.record_weights(1, DIGEST, "checkpoint")
-    assert ledger.verify(weights_digest=DIGEST).weights == ("run", "private", 1, "checkpoint")
+    ledger.verify(weights_digest=DIGEST)
+    ledger.require_weights(DIGEST, run="run", phase="private", step=1)
     with pytest.raises(LedgerError, match="names weights"):
         ledger.verify(weights_digest="cd" * 32)
 

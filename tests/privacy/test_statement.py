@@ -75,6 +75,49 @@ def test_statement_follows_ledger(ledger: Ledger) -> None:
     assert statement["ledger"]["num_entries"] == head.index + 1
 
 
+def test_discarded_results_are_counted(ledger: Ledger) -> None:
+    """Going back behind a checkpoint on record is a choice that may have looked at it."""
+    for first_step, steps in ((0, (5, 10)), (5, (8, 12)), (10, (20,))):
+        attempt = ledger.open_attempt(
+            run="run",
+            phase="private",
+            mechanism=MECHANISM,
+            key_commitment=AttemptKey.from_os_entropy().commitment(),
+            first_step=first_step,
+        )
+        for step in steps:
+            attempt.charge(attempt.next_step, step - attempt.next_step)
+            digest = DIGEST if step == 20 else f"{step:064x}"
+            attempt.record_weights(step, digest, "checkpoint")
+    statement = build(ledger)
+    (phase,) = statement["phases"]
+    num_discarded = (10 - 5) + (12 - 10)
+    assert (phase["num_steps"], phase["num_discarded_steps"]) == (20, num_discarded)
+    own = epsilon_of([(MECHANISM, 20 + num_discarded)], 1e-5)
+    assert statement["epsilon"]["this_model"] == own.to_json() == statement["epsilon"]["this_run"]
+    assert "| 20 | 7 | 27 in 3" in statement_text(statement)
+
+
+def test_this_run_pays_for_what_it_started_from(ledger: Ledger) -> None:
+    train(ledger, "before")
+    attempt = ledger.open_attempt(
+        run="run",
+        phase="more",
+        mechanism=MECHANISM,
+        key_commitment=AttemptKey.from_os_entropy().commitment(),
+        first_step=0,
+    )
+    attempt.charge(0, 20)
+    attempt.record_weights(20, "cd" * 32, "checkpoint")
+    lineage = [
+        LineageStep(run="before", phase="private", num_steps=20),
+        LineageStep(run="run", phase="more", num_steps=20),
+    ]
+    epsilon = build(ledger, lineage=lineage, weights_digest="cd" * 32)["epsilon"]
+    assert epsilon["this_model"] == epsilon_of([(MECHANISM, 40)], 1e-5).to_json()
+    assert epsilon["this_run"] == epsilon_of([(MECHANISM, 45)], 1e-5).to_json()
+
+
 def test_text_names_all_that_the_design_asks(ledger: Ledger) -> None:
     train(ledger, "run")
     text = statement_text(build(ledger))
@@ -85,7 +128,7 @@ def test_text_names_all_that_the_design_asks(ledger: Ledger) -> None:
         "one prepared record: a distinct prepared image with its label",
         "Labels are covered",
         "`replace_special`",
-        "| private | 1,000 | 100 | 0.1 | 2.0 | 0.1 | 20 (+ 10 in reserve) | 20 | 25 in 2",
+        "| private | 1,000 | 100 | 0.1 | 2.0 | 0.1 | 20 (+ 10 in reserve) | 20 | 0 | 25 in 2",
         "Poisson",
         "dp-accounting",
         "## Who is trusted",

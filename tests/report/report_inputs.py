@@ -71,7 +71,7 @@ def private(**changes) -> PhaseFacts:
             step=50 * i,
             learning_rate=3e-3 / i,
             epsilon=[5.0, 6.9, 7.9822][i - 1],
-            images_per_second=2_000,
+            images_per_second=None,
             held_out_loss=0.6 / i,
         )
         for i in range(1, 4)

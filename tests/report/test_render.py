@@ -87,7 +87,7 @@ def test_every_section_is_there(page: Page) -> None:
         "on (0.01)",
         "what last_12_blocks means",
         "307,200",
-        "2.6 min",
+        "43 s",
         'timm.create_model("local-dir:runs/demo/export"',
     ):
         assert words in page.text, words
@@ -141,7 +141,7 @@ def test_equal_inputs_give_equal_pages() -> None:
 def test_every_picture_has_words(page: Page) -> None:
     texts = [a["alt"] for tag, a in page.tags if tag == "img"]
     assert all(texts)
-    assert len(texts) == 1 + 2 * 3 + 3 + 1
+    assert len(texts) == 1 + (3 + 2) + 3 + 1
     assert len(set(texts)) == len(texts)
     assert "Public image 1: original; with 75 % of the patches hidden; filled in" in " ".join(texts)
     assert any("to 7.9822" in text for text in texts)

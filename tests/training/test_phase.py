@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,12 @@ import torch
 from phase_fixtures import Crash, crash_at, run, units
 
 from pipeline.data.stream import DeliveryError, StreamConfig, Unit
+from pipeline.privacy.ledger import Ledger
 from pipeline.storage import Location
 from pipeline.training.checkpoint import latest_checkpoint, load_checkpoint
+from pipeline.training.metrics import PublicMetrics, TensorBoardLog
+from pipeline.training.phase import run_phase
+from pipeline.training.ranks import Ranks
 from pipeline.training.settings import PhaseSettings
 
 Make = Callable[..., PhaseSettings]
@@ -141,6 +146,64 @@ def test_private_data_is_refused_where_it_has_no_guarantee(
         made = settings("private", **changes)
     with pytest.raises(ValueError, match=message):
         run(made)
+
+
+def tamper(settings: PhaseSettings, **facts: Any) -> None:
+    """Other facts in the newest checkpoint, whose files are left as they are."""
+    latest = latest_checkpoint(Location(settings.output))
+    assert latest is not None
+    place = latest / "checkpoint.json"
+    content = json.loads(place.read_text())
+    content["facts"].update(facts)
+    place.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"ledger_head": None}, "keeps no ledger head"),
+        ({"step": 1}, "does not name the weights"),
+        ({"step": 3}, "does not name the weights"),
+        ({"ledger_head": [1, "ab" * 32]}, "does not contain the head"),
+    ],
+)
+def test_tampered_checkpoints_are_not_resumed(
+    settings: Make, facts: dict[str, Any], message: str
+) -> None:
+    """Nothing is charged for what could not be stated afterwards."""
+    made = settings("private")
+    with pytest.raises(Crash):
+        run(made, crash_at(3))
+    tamper(made, **facts)
+    ledger = Ledger(made.ledger_home, made.domain)
+    entries = len(ledger.entries())
+    with pytest.raises(ValueError, match=message):
+        run(made)
+    assert len(ledger.entries()) == entries
+
+
+def test_nothing_is_shown_before_it_is_on_record(
+    settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = settings("private")
+    ledger = Ledger(made.ledger_home, made.domain)
+    written: list[int] = []
+
+    def is_on_record(step: int) -> bool:
+        (account,) = ledger.accounts()
+        return step in {known for known, _ in account.weights.values()}
+
+    def write(self: TensorBoardLog, metrics: PublicMetrics) -> None:
+        assert is_on_record(metrics.step)
+        written.append(metrics.step)
+
+    monkeypatch.setattr(TensorBoardLog, "write", write)
+
+    def show(metrics: PublicMetrics) -> None:
+        assert is_on_record(metrics.step) and metrics.step in written
+
+    run_phase(made, Ranks(torch.device("cpu")), units, show)
+    assert written == [2, 4, 6]
 
 
 def test_held_out_loss_of_a_private_set_is_refused(settings: Make, private_set: str) -> None:

@@ -15,6 +15,7 @@ from pipeline.privacy.ledger.entries import (
     LedgerStorageError,
     ReserveExhausted,
 )
+from pipeline.privacy.ledger.home import known_domains
 from pipeline.privacy.ledger.rules import PhaseAccount
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "LedgerStorageError",
     "PhaseAccount",
     "ReserveExhausted",
+    "known_domains",
 ]

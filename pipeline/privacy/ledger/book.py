@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.privacy.accountant import Epsilon
 from pipeline.privacy.composition import WHOLE, Charge, Spent, epsilon_of_charges, is_within
@@ -19,7 +20,7 @@ from pipeline.privacy.ledger.entries import (
     LedgerHead,
     LedgerStorageError,
 )
-from pipeline.privacy.ledger.home import Home, open_home
+from pipeline.privacy.ledger.home import DOMAIN, Home, HomeUpTo, open_home
 from pipeline.privacy.ledger.rules import Budget, DomainState, PhaseAccount
 from pipeline.privacy.ledger.signing import (
     KEY_FILE_VARIABLE,
@@ -29,8 +30,8 @@ from pipeline.privacy.ledger.signing import (
 )
 from pipeline.privacy.mechanism import Mechanism
 
-_DOMAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _NUM_LISTINGS = 10
+_MANY = 16
 _MAX_LOST_RACES = 1000
 
 
@@ -45,7 +46,8 @@ class LedgerReport:
             was charged.
         is_total_bounded: False if private records were read without protection.
         unprotected: (run, phase, reason) of each recorded access without protection.
-        weights: (run, phase, step, kind) of the weights asked for, or None.
+        signatures: whether each entry's signature was checked, is there unchecked (no key was
+            given), or is not there.
     """
 
     domain: str
@@ -56,7 +58,7 @@ class LedgerReport:
     is_total_bounded: bool
     unprotected: tuple[tuple[str, str, str], ...]
     budget: Budget | None
-    weights: tuple[str, str, int, str] | None
+    signatures: Literal["checked", "not checked", "none"]
 
 
 class Ledger:
@@ -85,7 +87,7 @@ class Ledger:
     """
 
     def __init__(self, home: str | Home, domain: str, *, key: bytes | None = None) -> None:
-        if not _DOMAIN.fullmatch(domain):
+        if not DOMAIN.fullmatch(domain):
             raise LedgerError(
                 f"domain is {domain!r}; it must be 1 to 63 lower-case letters, digits, '.', '_' "
                 "or '-', beginning with a letter or digit"
@@ -154,6 +156,40 @@ class Ledger:
     def accounts(self) -> tuple[PhaseAccount, ...]:
         """Returns what every phase of every run has paid and made."""
         return tuple(self._current().phases.values())
+
+    def weights_named(self, digest: str) -> list[tuple[str, str, int]]:
+        """Returns (run, phase, step) of every entry that names weights of this digest."""
+        return [
+            (account.run, account.phase, account.weights[digest][0])
+            for account in self.accounts()
+            if digest in account.weights
+        ]
+
+    def require_weights(self, digest: str, *, run: str, phase: str, step: int) -> None:
+        """Checks that weights are what this phase of this run made at this step.
+
+        Raises:
+            LedgerError: no entry says so: they were changed, or their step is not what was paid.
+        """
+        named = self.weights_named(digest)
+        if (run, phase, step) not in named:
+            raise LedgerError(
+                f"the ledger of domain {self.domain!r} does not name the weights {digest[:12]}… as "
+                f"step {step} of run {run!r}, phase {phase!r}"
+                + "".join(
+                    f"; it names them as step {s} of run {r!r}, phase {p!r}" for r, p, s in named
+                )
+                + ": restore the checkpoint that it names"
+            )
+
+    def as_of(self, head: LedgerHead) -> Ledger:
+        """Returns the ledger as it was when `head` was its last entry; it cannot be written.
+
+        Raises:
+            LedgerError: the chain does not contain `head`.
+        """
+        self.require_head(head)
+        return Ledger(HomeUpTo(self._home, head.index + 1), self.domain, key=self._key)
 
     @property
     def budget(self) -> Budget | None:
@@ -234,9 +270,11 @@ class Ledger:
         state = fresh._state
         if head is not None:
             fresh.require_head(head)
-        weights = None
-        if weights_digest is not None:
-            weights = _find_weights(state, weights_digest)
+        if weights_digest is not None and not fresh.weights_named(weights_digest):
+            raise LedgerError(
+                f"no entry of domain {self.domain!r} names weights with digest {weights_digest}: "
+                "they were not made under this ledger, or were changed since"
+            )
         for budget, charges in state.spent_under_budget:
             if not is_within(charges, budget.epsilon, budget.delta):
                 raise BudgetExceeded(
@@ -254,8 +292,14 @@ class Ledger:
             is_total_bounded=not _has_unprotected(state),
             unprotected=tuple(state.unprotected),
             budget=state.budget,
-            weights=weights,
+            signatures=fresh._signatures(),
         )
+
+    def _signatures(self) -> Literal["checked", "not checked", "none"]:
+        if self._key is not None:
+            return "checked"
+        is_signed = any(entry.signature is not None for entry in self._entries)
+        return "not checked" if is_signed else "none"
 
     def _current(self) -> DomainState:
         with self._lock:
@@ -325,12 +369,20 @@ class Ledger:
                 f"the ledger of domain {self.domain!r} has lost entries while in use: "
                 f"{len(self._entries)} were there, {len(indices)} are left"
             )
-        for index in indices[len(self._entries) :]:
-            entry = LedgerEntry.from_bytes(self._home.read(index), domain=self.domain, index=index)
+        unread = indices[len(self._entries) :]
+        for index, content in zip(unread, self._read(unread), strict=True):
+            entry = LedgerEntry.from_bytes(content, domain=self.domain, index=index)
             if self._key is not None:
                 require_signature(entry, self._key)
             self._state.apply(entry)
             self._entries.append(entry)
+
+    def _read(self, indices: list[int]) -> Iterable[bytes]:
+        """The objects of `indices` in order; many at a time, as an object store wants."""
+        if len(indices) < _MANY:
+            return [self._home.read(index) for index in indices]
+        with ThreadPoolExecutor(_MANY, "ledger") as pool:
+            return list(pool.map(self._home.read, indices))
 
     def _contiguous_indices(self) -> list[int]:
         """Returns 0 .. n-1, the entries there are.
@@ -454,17 +506,6 @@ def _check_budget(state: DomainState, planned: Charge, domain: str) -> None:
             f"{epsilon_of_charges(total, budget.delta).value} at delta {budget.delta}, over its "
             f"budget of {budget.epsilon}; spend less, or raise the budget (which stays on record)"
         )
-
-
-def _find_weights(state: DomainState, digest: str) -> tuple[str, str, int, str]:
-    for account in state.phases.values():
-        if digest in account.weights:
-            step, kind = account.weights[digest]
-            return account.run, account.phase, step, kind
-    raise LedgerError(
-        f"no entry of domain {state.domain!r} names weights with digest {digest}: they were not "
-        "made under this ledger, or were changed since"
-    )
 
 
 def _has_unprotected(state: DomainState) -> bool:

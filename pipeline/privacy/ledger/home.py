@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pipeline.privacy.ledger.entries import LedgerStorageError
 
+DOMAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _NAME = re.compile(r"(\d{8})\.json")
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss")
 _T = TypeVar("_T")
@@ -48,6 +49,36 @@ def open_home(uri: str, domain: str) -> Home:
     )
 
 
+def known_domains(uri: str) -> list[str]:
+    """Returns the names of the domains that have a folder under `uri`, sorted.
+
+    Raises:
+        LedgerStorageError: the place cannot be listed.
+    """
+    home = open_home(uri, "")
+    assert isinstance(home, LocalHome | ObjectHome)
+    return sorted(name for name in home.siblings() if DOMAIN.fullmatch(name))
+
+
+class HomeUpTo:
+    """The first `num_entries` objects of a home, as they were then; nothing can be added."""
+
+    def __init__(self, home: Home, num_entries: int) -> None:
+        self._home, self._num_entries = home, num_entries
+
+    def indices(self) -> list[int]:
+        return [index for index in self._home.indices() if index < self._num_entries]
+
+    def read(self, index: int) -> bytes:
+        return self._home.read(index)
+
+    def create(self, index: int, content: bytes) -> bool:
+        raise LedgerStorageError("a ledger as it was cannot be written; use the ledger itself")
+
+    def require_writable(self) -> None:
+        self.create(0, b"")
+
+
 class LocalHome:
     """A folder: temporary file, fsync, hard link (fails if the name is taken), folder fsync."""
 
@@ -62,6 +93,14 @@ class LocalHome:
         except OSError as error:
             raise self._failed("list", error) from error
         return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def siblings(self) -> list[str]:
+        try:
+            return [each.name for each in self._folder.iterdir() if each.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._failed("list", error) from error
 
     def read(self, index: int) -> bytes:
         try:
@@ -135,6 +174,13 @@ class ObjectHome:
                     if match:
                         found.append(int(match[1]))
             return sorted(found)
+
+        return self._guarded("list", listed)
+
+    def siblings(self) -> list[str]:
+        def listed() -> list[str]:
+            prefixes = self._store.list_with_delimiter()["common_prefixes"]
+            return [prefix.strip("/") for prefix in prefixes]
 
         return self._guarded("list", listed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from pipeline.privacy.composition import WHOLE, Charge, Spent
@@ -24,12 +25,17 @@ FINISH_REASONS = ("complete", "reserve_used_up")
 
 @dataclass(kw_only=True)
 class AttemptAccount:
-    """One attempt at a phase: the steps it paid for are [first_step, next_step)."""
+    """One attempt at a phase: the steps it paid for are [first_step, next_step).
+
+    Args:
+        last_shown_step: up to where its results may have been seen: its furthest checkpoint.
+    """
 
     number: int
     part: str
     first_step: int
     next_step: int
+    last_shown_step: int
     is_seeded: bool
     is_finished: bool = False
 
@@ -68,6 +74,17 @@ class PhaseAccount:
             Charge(self.mechanism, attempt.next_step - attempt.first_step, attempt.part)
             for attempt in self.attempts
         ]
+
+    @property
+    def num_discarded_steps(self) -> int:
+        """Steps whose results an attempt showed and the next one did not go on from.
+
+        They led to nothing, yet whoever dropped them may have looked: going back is a choice.
+        """
+        return sum(
+            max(0, dropped.last_shown_step - following.first_step)
+            for dropped, following in pairwise(self.attempts)
+        )
 
     @property
     def part(self) -> str:
@@ -214,6 +231,7 @@ class DomainState:
                 part=body["part"],
                 first_step=body["first_step"],
                 next_step=body["first_step"],
+                last_shown_step=body["first_step"],
                 is_seeded=body["is_seeded"],
             )
         )
@@ -277,6 +295,9 @@ class DomainState:
     def _apply_weights(self, body: dict[str, Any]) -> None:
         account = self.account(body["run"], body["phase"])
         account.weights[body["digest"]] = (body["step"], body["weights_kind"])
+        if body["weights_kind"] == "checkpoint":
+            newest = account.attempts[-1]
+            newest.last_shown_step = max(newest.last_shown_step, body["step"])
 
     def _check_finish(self, body: dict[str, Any]) -> None:
         account, attempt = self._newest(body)
