@@ -33,7 +33,7 @@ class PhasePlan:
         memory_bytes: rough peak memory of one microbatch, weights and optimizer included.
         epsilon: of num_steps + reserve_steps.
         epsilon_without_reserve: of num_steps alone.
-        num_restarts: worst-case restarts (2K steps each) that the reserve affords.
+        num_restarts: worst-case restarts (2K steps each, at most T) that the reserve affords.
         calibrated: noise multipliers that meet the target by each accountant alone.
         notes: what a person should know about these numbers.
     """
@@ -226,7 +226,7 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
         mechanism=mechanism,
         epsilon=epsilon,
         epsilon_without_reserve=epsilon_of([(mechanism, mechanism.num_steps)], mechanism.delta),
-        num_restarts=mechanism.reserve_steps // (2 * min(phase.checkpoint_interval, phase.steps)),
+        num_restarts=mechanism.reserve_steps // min(2 * phase.checkpoint_interval, phase.steps),
         calibrated=calibrated,
         notes=tuple(notes),
     )

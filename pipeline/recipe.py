@@ -214,7 +214,7 @@ class Privacy(_Strict):
     max_sampling_probability: Probability | None = None
     """If B/N would exceed it, B is lowered to floor(N x this); N is public, so this is too."""
     reserve_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] | None = None
-    """Spare steps for restarts; default max(4 x checkpoint_interval, 2 % of steps)."""
+    """Spare steps for restarts; default max(min(4 checkpoint_interval, 2 steps), 2 % of steps)."""
     adjacency: Literal["replace_special", "add_or_remove_one"] = "replace_special"
 
     @model_validator(mode="after")

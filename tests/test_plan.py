@@ -95,6 +95,33 @@ def test_solved_values_are_what_plan_accepts(unknown: str) -> None:
             private(demo(reserve, f"phases.{name}.steps={value + 1}"))
 
 
+@pytest.mark.parametrize(
+    ("steps", "interval", "reserve", "num_restarts"),
+    [
+        (10, 100, 20, 2),  # an attempt of ten steps loses ten at most
+        (150, 100, 300, 2),
+        (150, 10, 40, 2),
+        (6_000, 50, 200, 2),  # vip_base_laion.yaml
+        (6_000, 20, 120, 3),  # 2 % of the steps
+        (1, 1, 2, 2),
+    ],
+)
+def test_the_default_reserve_is_what_two_lost_attempts_may_cost(
+    steps: int, interval: int, reserve: int, num_restarts: int
+) -> None:
+    """4 checkpoint intervals, but no attempt loses more than the whole phase."""
+    plan = private(
+        demo(
+            f"phases.private.steps={steps}",
+            f"phases.private.checkpoint_interval={interval}",
+            "phases.private.optimizer.warmup_steps=0",
+            "phases.private.privacy.target_epsilon=",
+        )
+    )
+    assert plan.mechanism is not None and plan.mechanism.reserve_steps == reserve
+    assert plan.num_restarts == num_restarts
+
+
 def test_memory_grows_with_the_microbatch() -> None:
     small, large = private(demo("phases.private.microbatch_size=8")), private(demo())
     assert small.memory_bytes < large.memory_bytes
