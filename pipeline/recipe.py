@@ -113,7 +113,7 @@ class Dataset(_Strict):
     class_names: tuple[str, ...] | None = None
     """The class list, where the source states none: a public fact."""
     num_records: PositiveInt | None = None
-    """N to plan with while the data is not prepared; the manifest's N rules at run time."""
+    """N to plan with until the manifest's N rules; default of synthetic sets: their num_images."""
     image_short_side: PositiveInt = 256
     deduplicate: Literal["exact", "none"] = "exact"
     splits: dict[Name, Probability] | None = None

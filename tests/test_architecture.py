@@ -20,7 +20,7 @@ ALLOWED = {
     "models": set(),
     "dpsgd": set(),
     "data": {"privacy.sampling"},  # data.stream alone
-    "plan": {"recipe", "privacy", "models.sizes"},
+    "plan": {"recipe", "privacy", "models.sizes", "data.sources"},
     "training": {"recipe", "privacy", "data", "models", "dpsgd"},
     "evaluation": {"data", "models"},
     "report": {"privacy"},

@@ -46,6 +46,20 @@ def test_the_manifest_rules_over_the_recipe() -> None:
     assert any("lowered from 2048 to 1500" in note for note in plan.notes)
 
 
+def test_an_assumed_n_is_marked() -> None:
+    def shown(plan: PhasePlan) -> str:
+        return dict(plan_lines(plan, 1000))["records N"]
+
+    assumed = "60,000 (assumed: the recipe's num_records; not prepared yet)"
+    assert shown(private(demo())) == assumed
+    assert shown(private(demo(), private=60000)) == "60,000"
+    warmup = plan_recipe(demo("data.synthetic.num_records="))[0]
+    assert shown(warmup) == "19,000 (assumed: num_images of its source; not prepared yet)"
+    broken = demo("data.synthetic.num_records=", "data.synthetic.source=synthetic:dots?size=9")
+    with pytest.raises(RecipeError, match=r"data\.synthetic\.source=synthetic:dots.* is unknown"):
+        plan_recipe(broken)
+
+
 def test_a_batch_above_n_is_refused() -> None:
     recipe = demo("phases.private.privacy.max_sampling_probability=")
     with pytest.raises(RecipeError, match="2048 but private has 1000 records"):

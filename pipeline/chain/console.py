@@ -45,8 +45,9 @@ def print_solved(console: Console, solved: Sequence[tuple[str, Mechanism]]) -> N
 
 def plan_lines(plan: PhasePlan, images_per_second: float) -> list[tuple[str, str]]:
     """The plan as (label, value) pairs."""
+    assumed = f" (assumed: {plan.assumed}; not prepared yet)" if plan.assumed else ""
     lines = [
-        ("records N", f"{plan.num_records:,}"),
+        ("records N", f"{plan.num_records:,}{assumed}"),
         ("logical batch B", f"{plan.batch_size:,}" + (" (expected)" if plan.mechanism else "")),
         ("steps T", f"{plan.num_steps:,}"),
     ]

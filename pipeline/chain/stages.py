@@ -23,7 +23,7 @@ from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareProgress, prepare
 from pipeline.data.shards import StorageFault
 from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
-from pipeline.plan import PhasePlan, plan_recipe
+from pipeline.plan import PhasePlan, declared_num_records, plan_recipe
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.recipe import Recipe, load_recipe
@@ -58,7 +58,8 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     check_places(RunLayout(recipe))
     layout = RunLayout(recipe)
     known = layout.num_records()
-    if all(ref in known or _is_declared(recipe, ref) for ref in (p.data for p in recipe.phases)):
+    read = [phase.data for phase in recipe.phases]
+    if all(ref in known or declared_num_records(recipe, ref) is not None for ref in read):
         plan_recipe(recipe, known)
     try:
         claimed, note = claim_run(recipe)
@@ -93,10 +94,6 @@ def _refuse_lost_results(layout: RunLayout) -> None:
             f"they are made from, in {layout.phase(lost[0])}: restore one or the other. To train "
             f"from the checkpoint before it, which spends reserve, delete {layout.report}"
         )
-
-
-def _is_declared(recipe: Recipe, reference: str) -> bool:
-    return recipe.data[reference.partition(".")[0]].num_records is not None
 
 
 def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None:
