@@ -6,6 +6,7 @@ import click
 
 from pipeline.chain.terminal import make_console, readable
 from pipeline.recipe import load_recipe
+from pipeline.storage import checked_place
 
 console = make_console()
 
@@ -16,7 +17,22 @@ _set = click.option(
     metavar="PATH=VALUE",
     help="Change one recipe key, as in phases.private.privacy.target_epsilon=2.",
 )
-_storage = click.option("--storage", default="storage", show_default=True, help="Where runs live.")
+
+
+def _storage_place(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    try:
+        return checked_place(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_storage = click.option(
+    "--storage",
+    default="storage",
+    show_default=True,
+    callback=_storage_place,
+    help="Where runs live.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

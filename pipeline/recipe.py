@@ -28,6 +28,8 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline.storage import checked_place, without_credentials
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
@@ -47,28 +49,16 @@ Name = Annotated[str, AfterValidator(_checked_name)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
-_CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
-
-
-def _checked_place(value: str) -> str:
-    if _CREDENTIALS.search(value):
-        raise ValueError(
-            "it holds a user and a password (not shown), which would be written into manifests; "
-            "give them by the environment, as for any tool of this storage"
-        )
-    return value
-
-
 def _checked_absolute(value: str) -> str:
     if "://" not in value and not Path(value).expanduser().is_absolute():
         raise ValueError(
             f"is {value!r}: it must be an absolute path or a URI, so that every process and every "
             "later run means the same place"
         )
-    return _checked_place(value)
+    return without_credentials(value)
 
 
-Place = Annotated[str, AfterValidator(_checked_place)]
+Place = Annotated[str, AfterValidator(checked_place)]
 AbsolutePlace = Annotated[str, AfterValidator(_checked_absolute)]
 
 

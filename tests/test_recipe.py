@@ -53,6 +53,11 @@ def test_override_addresses_list_members_by_name() -> None:
         ("phases.private.optimizer.base_learning_rate=1", "exactly one of"),
         ("data.private.deduplicate=none", "set it to 'exact'"),
         ("data.private.source=webdataset:s3://KEY:SECRET@bucket/x", "a user and a password"),
+        (
+            "data.private.source=webdataset:http://x",
+            "is 'webdataset:http://x': allowed are a local",
+        ),
+        ("storage=http://x", "storage: is 'http://x': allowed are a local path, s3://"),
         ("ledger_home=ledgers", "ledger_home: is 'ledgers': it must be an absolute path"),
         ("private_storage=s3://bucket/x", "allowed is a local folder"),
         ("phases.private.name=evaluate", "stages of the chain"),

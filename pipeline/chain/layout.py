@@ -161,8 +161,15 @@ class RunLayout:
         return found
 
     def num_records(self) -> dict[str, int]:
-        """N of each prepared data set, by reference."""
-        return {ref: manifest.num_records for ref, manifest in self.manifests().items()}
+        """N of each prepared data set, by reference. Raises ValueError if it cannot be read."""
+        try:
+            found = self.manifests()
+        except OSError as error:
+            raise ValueError(
+                f"storage is {self.recipe.storage!r} and cannot be read: {error}; check the "
+                "address, and that you may read it (credentials come from the environment)"
+            ) from None
+        return {reference: manifest.num_records for reference, manifest in found.items()}
 
     def is_prepared(self) -> bool:
         """Whether every data set has its manifest."""

@@ -19,6 +19,7 @@ from small_recipe import dp_pretrain, write_small_recipe
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.composition import worst_cases
 from pipeline.privacy.ledger import BudgetExceeded, Ledger
+from pipeline.storage import Location
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,7 +129,7 @@ def test_mistakes_get_a_sentence(recipe: Path, override: str, message: str) -> N
 @pytest.mark.parametrize(
     ("override", "field", "message"),
     [
-        ("storage=foo://bucket/x", "storage is 'foo://bucket/x'", "foo"),
+        ("storage=foo://bucket/x", "storage: is 'foo://bucket/x'", "allowed are a local path"),
         ("ledger_home=/proc/nothing", "ledger_home is '/proc/nothing'", "cannot write"),
         ("private_storage=/proc/nothing", "private_storage is '/proc/nothing'", "cannot be"),
         ("phases.private.init=/nowhere", "phases.private.init is '/nowhere'", "no finished"),
@@ -304,6 +305,21 @@ def test_budget_holds_where_preparing_is_skipped(recipe: Path, tmp_path: Path) -
     train_stage(layout, "warmup", make_console())
     with pytest.raises(BudgetExceeded, match=r"budget of epsilon 3\.0"):
         train_stage(layout, "private", make_console())
+
+
+def test_storage_that_cannot_be_read_is_named(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["status", "small"], ["privacy", "show", "small"]):
+        code, output = dp_pretrain(*words, "--storage", "http://x")
+        assert code == 2 and "'--storage': is 'http://x': allowed are a local path" in output
+
+    def unreachable(place: Location) -> bool:
+        raise OSError("Couldn't resolve host name")
+
+    monkeypatch.setattr(Location, "exists", unreachable)
+    code, output = dp_pretrain("plan", recipe, "--set", "storage=s3://bucket/x")
+    assert code == 1 and "storage is 's3://bucket/x' and cannot be read: Couldn't" in output
 
 
 def test_solve_for_steps_and_batch(recipe: Path) -> None:
