@@ -94,6 +94,20 @@ def test_values_are_what_was_typed() -> None:
             demo(override)
 
 
+def test_a_new_source_drops_the_old_ones_origin() -> None:
+    """A statement must not say of somebody's photos that they are Fashion-MNIST."""
+    notes: list[str] = []
+    source, own = "data.private.source=imagefolder:/my/photos", "data.private.origin=my photos"
+    recipe = load_recipe(DEMO, [source], notes.append)
+    assert recipe.data["private"].origin == "" and recipe.data["benchmark"].origin
+    (note,) = notes
+    assert note.startswith("data.private.origin ('Fashion-MNIST, 60,000 training images') tells of")
+    for overrides in ([source, own], [own, source]):
+        assert load_recipe(DEMO, overrides, notes.append).data["private"].origin == "my photos"
+    assert load_recipe(DEMO, ["data.private.num_records=7"], notes.append).data["private"].origin
+    assert len(notes) == 1
+
+
 def test_missing_file_and_bad_yaml_are_recipe_errors(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(tmp_path / "none.yaml")

@@ -43,7 +43,9 @@ def claim(recipe_path: str, overrides: Sequence[str], console: Console) -> RunLa
     In a Ray job a relative `storage` would lie in the job's throw-away folder, so there it is taken
     below the home directory instead, and said.
     """
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(
+        recipe_path, overrides, lambda note: console.print(f"note: {note}", style="yellow")
+    )
     place = Path(recipe.storage).expanduser()
     is_in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     if is_in_job and "://" not in recipe.storage and not place.is_absolute():
