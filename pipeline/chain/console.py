@@ -149,8 +149,8 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
             whole = [run, "all phases", f"{num_attempts}", f"{num_steps:,}"]
             table.add_row(*whole, "", "", _cost_text(phases))
     console.print(table)
-    for run, phase, reason in report.unprotected:
-        console.print(f"  read without protection: run {run}, {phase}: {reason}", style="yellow")
+    for who, where, reason in report.unprotected:
+        console.print(f"  read without protection: by {who}, {where}: {reason}", style="yellow")
     console.print(f"total over all runs: {total_text(report)}", style="bold")
     if report.budget is not None:
         budget = report.budget

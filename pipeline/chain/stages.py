@@ -77,9 +77,9 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     for name in claimed.changed_sources():
         console.print(
             f"note: files of data.{name}.source were added, removed, renamed or resized since it "
-            f"was prepared; this run uses the prepared copy as it is, with pictures that were "
-            f"withdrawn since. To prepare anew: delete {claimed.dataset(name)} and give the run "
-            "another name (what a ledger has charged stays charged)",
+            f"was prepared; this run uses the prepared copy as it is: pictures withdrawn since are "
+            f"still in it, new ones are not. To prepare anew: delete {claimed.dataset(name)} and "
+            "give the run another name (what a ledger has charged stays charged)",
             style="yellow",
         )
     return claimed

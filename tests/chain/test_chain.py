@@ -191,7 +191,8 @@ def test_a_changed_source_is_told(recipe: Path, tmp_path: Path) -> None:
     with open(tmp_path / "private" / "some-labels-idx1-ubyte", "ab") as file:
         file.write(b"more")
     code, output = dp_pretrain("prepare", recipe)
-    assert code == 0 and "data.private.source" in output and "withdrawn" in output
+    assert code == 0 and "data.private.source" in output
+    assert "pictures withdrawn since are still in it, new ones are not" in output
     (tmp_path / "private").rename(tmp_path / "archived")
     code, output = dp_pretrain("prepare", recipe)
     assert code == 0 and "withdrawn" not in output, "the prepared copy is enough"
@@ -237,6 +238,14 @@ def test_plan_of_the_paper() -> None:
     code, output = dp_pretrain("plan", recipes / "vip_base_imagenet.yaml", *words)
     assert code == 1
     assert "costs epsilon 45" in output and "over target_epsilon 8" in output
+
+
+def test_who_read_without_protection_is_shown_as_a_person(tmp_path: Path) -> None:
+    home = tmp_path / "domains"
+    Ledger(str(home), "photos").record_unprotected("me", "outside dp-pretrain", "a look at them")
+    code, output = dp_pretrain("privacy", "show", "photos", "--ledger-home", home)
+    assert code == 0
+    assert "read without protection: by me, outside dp-pretrain: a look at them" in output
 
 
 def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
