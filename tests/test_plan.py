@@ -10,7 +10,8 @@ from pipeline.chain.console import plan_lines
 from pipeline.plan import PhasePlan, make_mechanism, plan_recipe, solve_recipe
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 
-DEMO = Path(__file__).parent.parent / "jobs" / "recipes" / "demo.yaml"
+RECIPES = sorted((Path(__file__).parent.parent / "jobs" / "recipes").glob("*.yaml"))
+DEMO = next(path for path in RECIPES if path.name == "demo.yaml")
 
 
 def demo(*overrides: str) -> Recipe:
@@ -36,6 +37,17 @@ def test_derived_numbers_of_a_private_phase() -> None:
     lines = dict(plan_lines(plan, 1000))
     assert lines["noise multiplier"] == "1"
     assert f"{plan.epsilon.value} by PLD" in lines["epsilon, 190 steps"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_is_within_its_target(path: Path) -> None:
+    """As it stands, with no data prepared."""
+    recipe = load_recipe(path)
+    for phase, plan in zip(recipe.phases, plan_recipe(recipe), strict=True):
+        assert plan.assumed and (plan.epsilon is None) == (phase.kind == "public")
+        assert plan.epsilon is None or 7.9 < plan.epsilon.value <= 8
+        if path.name == "vip_base_laion.yaml" and plan.mechanism is not None:
+            assert plan.mechanism.reserve_steps == 200
 
 
 def test_the_manifest_rules_over_the_recipe() -> None:

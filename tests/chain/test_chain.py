@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from phase_fixtures import write_images
 from small_recipe import dp_pretrain, write_small_recipe
 
 from pipeline.privacy.accountant import epsilon_of
@@ -65,6 +66,26 @@ def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
     assert code == 0 and "this run is called 'small-2'" in output
     report = ledger.verify()
     assert {account.run for account in report.phases} == {"small", "small-2"}
+
+
+def test_the_minimal_recipe_runs(tmp_path: Path) -> None:
+    """What a reader copies, with a smaller model: its defaults are enough for a whole run."""
+    photos = write_images(tmp_path / "photos", seed=5, num_images=200)
+    changes = {
+        "storage": tmp_path / "storage",
+        "data.synthetic.source": "synthetic:textures?num_images=64&size=16",
+        "data.photos.source": photos,
+        "data.photos.num_records": 200,
+        "model": "{size: micro, image_size: 16, patch_size: 4}",
+    }
+    for phase, batch in (("warmup", "batch_size"), ("private", "privacy.expected_batch_size")):
+        of = f"phases.{phase}"
+        changes |= {f"{of}.steps": 3, f"{of}.{batch}": 16, f"{of}.optimizer.warmup_steps": 1}
+        changes |= {f"{of}.microbatch_size": 16, f"{of}.resources.device": "cpu"}
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    code, output = dp_pretrain("run", ROOT / "jobs" / "recipes" / "minimal.yaml", *words)
+    assert code == 0 and "the recipe names no evaluation" in output, output
+    assert (tmp_path / "storage" / "runs" / "minimal" / "report.html").exists()
 
 
 SLOW = ["--set", "phases.private.steps=40", "--set", "phases.private.checkpoint_interval=4"]
