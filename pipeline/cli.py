@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from pipeline.chain.terminal import make_console, readable
-from pipeline.recipe import load_recipe
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.storage import checked_place
 
 console = make_console()
 
@@ -16,7 +17,28 @@ _set = click.option(
     metavar="PATH=VALUE",
     help="Change one recipe key, as in phases.private.privacy.target_epsilon=2.",
 )
-_storage = click.option("--storage", default="storage", show_default=True, help="Where runs live.")
+
+
+def _storage_place(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    try:
+        return checked_place(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_storage = click.option(
+    "--storage",
+    default="storage",
+    show_default=True,
+    callback=_storage_place,
+    help="Where runs live.",
+)
+
+
+def _load(recipe: str, overrides: tuple[str, ...]) -> Recipe:
+    return load_recipe(
+        recipe, overrides, lambda note: console.print(f"note: {note}", style="yellow")
+    )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,7 +72,7 @@ def plan(
     from pipeline.chain.layout import RunLayout
     from pipeline.plan import plan_recipe, solve_recipe
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = _load(recipe, overrides)
     layout = RunLayout(loaded)
     known = layout.num_records()
     if solve is not None:
@@ -69,7 +91,7 @@ def prepare(recipe: str, overrides: tuple[str, ...]) -> None:
     """Prepare the data sets of RECIPE and stop there."""
     from pipeline.chain.local import prepare_here
 
-    prepare_here(load_recipe(recipe, overrides), console)
+    prepare_here(_load(recipe, overrides), console)
 
 
 @main.command()
@@ -80,7 +102,7 @@ def run(recipe: str, overrides: tuple[str, ...]) -> None:
     """Run all of RECIPE on this machine; the same command again resumes."""
     from pipeline.chain.local import run_here
 
-    run_here(load_recipe(recipe, overrides), console)
+    run_here(_load(recipe, overrides), console)
 
 
 @main.command()
@@ -105,7 +127,7 @@ def audit(recipe: str, overrides: tuple[str, ...], out: str | None, seed: int | 
     """Attack the training step under RECIPE's own mechanisms, with canaries; exit 1 if it fails."""
     from pipeline.chain.auditing import audit_recipe
 
-    if not audit_recipe(load_recipe(recipe, overrides), console, out, seed):
+    if not audit_recipe(_load(recipe, overrides), console, out, seed):
         raise SystemExit(1)
 
 

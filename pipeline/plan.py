@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import floor
 from typing import Literal
 
+from pipeline.data.sources import SyntheticSource, open_source
 from pipeline.models.sizes import model_size, num_parameters
 from pipeline.privacy.accountant import Epsilon, calibrate_noise_multiplier, epsilon_of
 from pipeline.privacy.composition import WHOLE, Charge, epsilon_of_charges
@@ -26,6 +27,7 @@ class PhasePlan:
 
     Args:
         num_records: N.
+        assumed: where N is from while the data is not prepared; "" if it is the manifest's.
         batch_size: B, images in a logical batch (expected, if private).
         learning_rate: the schedule's peak.
         num_images: images seen, B x steps.
@@ -33,7 +35,7 @@ class PhasePlan:
         memory_bytes: rough peak memory of one microbatch, weights and optimizer included.
         epsilon: of num_steps + reserve_steps.
         epsilon_without_reserve: of num_steps alone.
-        num_restarts: worst-case restarts (2K steps each) that the reserve affords.
+        num_restarts: worst-case restarts (2K steps each, at most T) that the reserve affords.
         calibrated: noise multipliers that meet the target by each accountant alone.
         notes: what a person should know about these numbers.
     """
@@ -47,6 +49,7 @@ class PhasePlan:
     num_images: int
     coverage: float
     memory_bytes: int
+    assumed: str = ""
     mechanism: Mechanism | None = None
     epsilon: Epsilon | None = None
     epsilon_without_reserve: Epsilon | None = None
@@ -131,7 +134,7 @@ def solve_recipe(
             raise RecipeError(
                 f"phases.{phase.name}.privacy: to solve for {unknown}, give {needed} (as in --set)"
             )
-        known = num_records.get(phase.data) or _declared_num_records(recipe, phase)
+        known = num_records.get(phase.data) or _assumed_num_records(recipe, phase)[0]
         solved.append((phase.name, make_mechanism(_solved(phase, known, target, unknown), known)))
     return solved
 
@@ -161,7 +164,9 @@ def _solved(phase: Phase, num_records: int, target_epsilon: float, unknown: str)
 def _plan_phase(
     recipe: Recipe, phase: Phase, from_manifest: int | None, compare: bool
 ) -> PhasePlan:
-    num_records = from_manifest or _declared_num_records(recipe, phase)
+    num_records, assumed = from_manifest, ""
+    if num_records is None:
+        num_records, assumed = _assumed_num_records(recipe, phase)
     batch_size = logical_batch_size(phase, num_records)
     if batch_size > num_records:
         key = "privacy.expected_batch_size" if phase.privacy else "batch_size"
@@ -181,6 +186,7 @@ def _plan_phase(
         num_images=batch_size * phase.steps,
         coverage=expected_coverage(q, phase.steps) if phase.privacy else min(1.0, q * phase.steps),
         memory_bytes=memory_bytes(recipe, phase),
+        assumed=assumed,
     )
     return _with_privacy(plan, phase, compare) if phase.privacy else plan
 
@@ -226,7 +232,7 @@ def _with_privacy(plan: PhasePlan, phase: Phase, compare: bool) -> PhasePlan:
         mechanism=mechanism,
         epsilon=epsilon,
         epsilon_without_reserve=epsilon_of([(mechanism, mechanism.num_steps)], mechanism.delta),
-        num_restarts=mechanism.reserve_steps // (2 * min(phase.checkpoint_interval, phase.steps)),
+        num_restarts=mechanism.reserve_steps // min(2 * phase.checkpoint_interval, phase.steps),
         calibrated=calibrated,
         notes=tuple(notes),
     )
@@ -259,16 +265,40 @@ def _refuse_joint_overrun(recipe: Recipe, plans: list[PhasePlan]) -> None:
             )
 
 
-def _declared_num_records(recipe: Recipe, phase: Phase) -> int:
-    name, _, split = phase.data.partition(".")
+def declared_num_records(recipe: Recipe, reference: str) -> tuple[int, str] | None:
+    """N to plan with while data is not prepared, and where it is from; None if nothing says it.
+
+    Prepared data may hold less: duplicates, overlap with public sets and what cannot be read are
+    left out, and a split's share is drawn by hash.
+
+    Raises:
+        RecipeError: for a synthetic source that is not understood.
+    """
+    name, _, split = reference.partition(".")
     dataset = recipe.data[name]
-    if dataset.num_records is None:
+    num_records, origin = dataset.num_records, "the recipe's num_records"
+    if num_records is None:
+        if not dataset.source.startswith("synthetic:"):
+            return None
+        try:
+            source = open_source(dataset.source)
+        except ValueError as error:
+            raise RecipeError(f"data.{name}.{error}") from None
+        assert isinstance(source, SyntheticSource)
+        num_records, origin = source.num_images, "num_images of its source"
+    share = dataset.splits[split] if dataset.splits else 1.0
+    return floor(num_records * share), origin
+
+
+def _assumed_num_records(recipe: Recipe, phase: Phase) -> tuple[int, str]:
+    declared = declared_num_records(recipe, phase.data)
+    if declared is None:
+        name = phase.data.partition(".")[0]
         raise RecipeError(
             f"phases.{phase.name}: the number of records of {phase.data!r} is not known before "
             f"`dp-pretrain prepare`; to plan now, set data.{name}.num_records"
         )
-    share = dataset.splits[split] if dataset.splits else 1.0
-    return floor(dataset.num_records * share)
+    return declared
 
 
 def logical_batch_size(phase: Phase, num_records: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -27,6 +27,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from pipeline.recipe_text import RecipeError, read_content, readable
+from pipeline.storage import checked_place, without_credentials
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
@@ -48,33 +51,17 @@ Name = Annotated[str, AfterValidator(_checked_name)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
-_CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
-
-
-def _checked_place(value: str) -> str:
-    if _CREDENTIALS.search(value):
-        raise ValueError(
-            "it holds a user and a password (not shown), which would be written into manifests; "
-            "give them by the environment, as for any tool of this storage"
-        )
-    return value
-
-
 def _checked_absolute(value: str) -> str:
     if "://" not in value and not Path(value).expanduser().is_absolute():
         raise ValueError(
             f"is {value!r}: it must be an absolute path or a URI, so that every process and every "
             "later run means the same place"
         )
-    return _checked_place(value)
+    return without_credentials(value)
 
 
-Place = Annotated[str, AfterValidator(_checked_place)]
+Place = Annotated[str, AfterValidator(checked_place)]
 AbsolutePlace = Annotated[str, AfterValidator(_checked_absolute)]
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be run as written; the message names the field and the remedy."""
 
 
 class _Strict(BaseModel):
@@ -114,7 +101,7 @@ class Dataset(_Strict):
     class_names: tuple[str, ...] | None = None
     """The class list, where the source states none: a public fact."""
     num_records: PositiveInt | None = None
-    """N to plan with while the data is not prepared; the manifest's N rules at run time."""
+    """N to plan with until the manifest's N rules; default of synthetic sets: their num_images."""
     image_short_side: PositiveInt = 256
     deduplicate: Literal["exact", "none"] = "exact"
     splits: dict[Name, Probability] | None = None
@@ -215,7 +202,7 @@ class Privacy(_Strict):
     max_sampling_probability: Probability | None = None
     """If B/N would exceed it, B is lowered to floor(N x this); N is public, so this is too."""
     reserve_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] | None = None
-    """Spare steps for restarts; default max(4 x checkpoint_interval, 2 % of steps)."""
+    """Spare steps for restarts; default max(min(4 checkpoint_interval, 2 steps), 2 % of steps)."""
     adjacency: Literal["replace_special", "add_or_remove_one"] = "replace_special"
 
     @model_validator(mode="after")
@@ -470,131 +457,37 @@ _WITHOUT_EFFECT_IN_PHASE = (
 )
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), *, origin: str = "recipe") -> Recipe:
+def parse_recipe(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    origin: str = "recipe",
+    tell: Callable[[str], None] | None = None,
+) -> Recipe:
     """A Recipe from YAML text.
 
     Args:
         overrides: `path=value` strings as in `phases.private.privacy.target_epsilon=2`; the
-            members of a list are addressed by their `name`, values are YAML.
+            members of a list are addressed by their `name`, values are YAML. A new source of a
+            data set drops the recipe's `origin`, which tells of the old one.
+        tell: told in a sentence of each origin that is dropped.
 
     Raises:
         RecipeError: naming each wrong field, its value and what is allowed.
     """
-    try:
-        content = yaml.load(text, _UniqueKeys)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{origin}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise RecipeError(f"{origin}: nested too deeply for a recipe") from None
-    except ValueError as error:  # a date that is none, a number of 5,000 digits
-        raise RecipeError(f"{origin}: a value cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        found = {list: "a list", type(None): "empty"}.get(type(content), "a number or text")
-        raise RecipeError(
-            f"{origin}: a recipe is a YAML mapping (name: …, data: …, phases: …), this is {found}"
-        )
-    for override in overrides:
-        _apply_override(content, override)
+    content = read_content(text, overrides, origin, tell)
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(_readable(error, content, origin)) from None
+        raise RecipeError(readable(error, content, origin)) from None
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice in one mapping is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = {key for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {min(twice)!r} stands twice; keep one", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+) -> Recipe:
     """`parse_recipe` of a file; a missing or unreadable file is a RecipeError."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe {path}: cannot be read: {error}") from None
-    return parse_recipe(text, overrides, origin=str(path))
-
-
-def _apply_override(content: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    *parents, last = path.split(".")
-    if not equals or not all((*parents, last)):
-        raise RecipeError(f"--set {override!r}: write it as path=value, as in model.size=nano")
-    node: Any = content
-    for depth, key in enumerate(parents):
-        if isinstance(node, list):
-            position = _position(node, key, override)
-            # A YAML alias stands in several places: only this one is meant.
-            node[position] = dict(node[position])
-            node = node[position]
-            continue
-        if not isinstance(node, dict):
-            raise RecipeError(f"--set {override!r}: {'.'.join(parents[:depth])} has no keys")
-        below = node.get(key)
-        node[key] = {} if below is None else below
-        if isinstance(below, dict | list):
-            node[key] = below.copy()
-        node = node[key]
-    if isinstance(node, list):
-        raise RecipeError(f"--set {override!r}: name a key of a list member, not the member itself")
-    if not isinstance(node, dict):
-        raise RecipeError(f"--set {override!r}: {'.'.join(parents)} has no keys")
-    try:
-        node[last] = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError):
-        raise RecipeError(f"--set {override[:80]!r}: the value is not valid YAML") from None
-    is_plain = value.strip()[:1] not in tuple("'\"{[&*!|>%@")
-    if is_plain and isinstance(node[last], str | dict):
-        node[last] = value.strip()  # a path may hold what YAML takes for a comment or a key
-
-
-def _position(members: list[Any], name: str, override: str) -> int:
-    known = [member.get("name") if isinstance(member, dict) else None for member in members]
-    if name not in known:
-        raise RecipeError(f"--set {override!r}: no member is called {name!r}; known: {known}")
-    return known.index(name)
-
-
-def _readable(error: ValidationError, content: Any, origin: str) -> str:
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        field, node = _path_of(problem["loc"], content)
-        message = problem["msg"].removeprefix("Value error, ")
-        if field.endswith(".resources.workers"):  # one field, of two kinds
-            message = f"is {node!r}: allowed are 0 (this process), a number, or [min, max]"
-        if problem["type"] == "extra_forbidden":
-            message = "unknown key; check its spelling, or remove it"
-        elif problem["type"] == "missing":
-            message = "is missing; add it"
-        elif not isinstance(node, dict | list) and "is " not in message.split(":")[0]:
-            message = f"is {node!r}: {message}"
-        line = f"  {field + ': ' if field else ''}{message}"
-        if line not in lines:
-            lines.append(line)
-    return f"{origin}: {len(lines)} problem(s)\n" + "\n".join(lines)
-
-
-def _path_of(location: tuple[int | str, ...], content: Any) -> tuple[str, Any]:
-    """The dotted path with list members by their name, and the value that stands there."""
-    parts: list[str] = []
-    node = content
-    for key in location:
-        if key == "[key]":  # pydantic's own words for: the key itself, not its value
-            return ".".join(parts), parts[-1]
-        if isinstance(key, str) and not isinstance(node, dict):
-            break  # the name of one of the types that a value may have
-        try:
-            node = node[key]  # type: ignore[index]
-        except (KeyError, IndexError, TypeError):
-            node = None
-        named = isinstance(key, int) and isinstance(node, dict) and "name" in node
-        parts.append(str(node["name"]) if named else str(key))
-    return ".".join(parts), node
+    return parse_recipe(text, overrides, origin=str(path), tell=tell)

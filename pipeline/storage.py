@@ -7,6 +7,7 @@ alike. The privacy ledger does not use this module: it needs create-if-absent (p
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,33 @@ import pyarrow as pa
 from pyarrow import fs
 
 _STREAM_BUFFER_BYTES = 4 * 2**20
+_SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+_CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
+
+
+def without_credentials(place: str) -> str:
+    """The place as given. Raises ValueError if it holds a password, which would be written down."""
+    if _CREDENTIALS.search(place):
+        raise ValueError(
+            "it holds a user and a password (not shown), which would be written into manifests; "
+            "give them by the environment, as for any tool of this storage"
+        )
+    return place
+
+
+def checked_place(place: str) -> str:
+    """The place as given, or `KIND:PLACE` of a source, if a Location of it can be read at all.
+
+    Raises:
+        ValueError: for a scheme that pyarrow.fs does not know, or a password.
+    """
+    scheme, separator, _ = without_credentials(place).partition("://")
+    if separator and scheme.rpartition(":")[2] not in _SCHEMES:
+        raise ValueError(
+            f"is {place!r}: allowed are a local path, s3://, gs://, abfs:// or hdfs://; give "
+            "one of these"
+        )
+    return place
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from pipeline.chain.console import plan_lines
 from pipeline.plan import PhasePlan, make_mechanism, plan_recipe, solve_recipe
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 
-DEMO = Path(__file__).parent.parent / "jobs" / "recipes" / "demo.yaml"
+RECIPES = sorted((Path(__file__).parent.parent / "jobs" / "recipes").glob("*.yaml"))
+DEMO = next(path for path in RECIPES if path.name == "demo.yaml")
 
 
 def demo(*overrides: str) -> Recipe:
@@ -38,12 +39,37 @@ def test_derived_numbers_of_a_private_phase() -> None:
     assert f"{plan.epsilon.value} by PLD" in lines["epsilon, 190 steps"]
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_is_within_its_target(path: Path) -> None:
+    """As it stands, with no data prepared."""
+    recipe = load_recipe(path)
+    for phase, plan in zip(recipe.phases, plan_recipe(recipe), strict=True):
+        assert plan.assumed and (plan.epsilon is None) == (phase.kind == "public")
+        assert plan.epsilon is None or 7.9 < plan.epsilon.value <= 8
+        if path.name == "vip_base_laion.yaml" and plan.mechanism is not None:
+            assert plan.mechanism.reserve_steps == 200
+
+
 def test_the_manifest_rules_over_the_recipe() -> None:
     plan = private(demo(), private=30000)
     assert plan.num_records == 30000
     assert plan.batch_size == 1500, "max_sampling_probability 0.05 lowers B"
     assert plan.mechanism is not None and plan.mechanism.expected_batch_size == 1500
     assert any("lowered from 2048 to 1500" in note for note in plan.notes)
+
+
+def test_an_assumed_n_is_marked() -> None:
+    def shown(plan: PhasePlan) -> str:
+        return dict(plan_lines(plan, 1000))["records N"]
+
+    assumed = "60,000 (assumed: the recipe's num_records; not prepared yet)"
+    assert shown(private(demo())) == assumed
+    assert shown(private(demo(), private=60000)) == "60,000"
+    warmup = plan_recipe(demo("data.synthetic.num_records="))[0]
+    assert shown(warmup) == "19,000 (assumed: num_images of its source; not prepared yet)"
+    broken = demo("data.synthetic.num_records=", "data.synthetic.source=synthetic:dots?size=9")
+    with pytest.raises(RecipeError, match=r"data\.synthetic\.source=synthetic:dots.* is unknown"):
+        plan_recipe(broken)
 
 
 def test_a_batch_above_n_is_refused() -> None:
@@ -93,6 +119,33 @@ def test_solved_values_are_what_plan_accepts(unknown: str) -> None:
         assert solved.reserve_steps > make_mechanism(recipe.phases[-1], 60_000).reserve_steps
         with pytest.raises(RecipeError, match="over target_epsilon 8"):
             private(demo(reserve, f"phases.{name}.steps={value + 1}"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "reserve", "num_restarts"),
+    [
+        (10, 100, 20, 2),  # an attempt of ten steps loses ten at most
+        (150, 100, 300, 2),
+        (150, 10, 40, 2),
+        (6_000, 50, 200, 2),  # vip_base_laion.yaml
+        (6_000, 20, 120, 3),  # 2 % of the steps
+        (1, 1, 2, 2),
+    ],
+)
+def test_the_default_reserve_is_what_two_lost_attempts_may_cost(
+    steps: int, interval: int, reserve: int, num_restarts: int
+) -> None:
+    """4 checkpoint intervals, but no attempt loses more than the whole phase."""
+    plan = private(
+        demo(
+            f"phases.private.steps={steps}",
+            f"phases.private.checkpoint_interval={interval}",
+            "phases.private.optimizer.warmup_steps=0",
+            "phases.private.privacy.target_epsilon=",
+        )
+    )
+    assert plan.mechanism is not None and plan.mechanism.reserve_steps == reserve
+    assert plan.num_restarts == num_restarts
 
 
 def test_memory_grows_with_the_microbatch() -> None:

@@ -53,6 +53,11 @@ def test_override_addresses_list_members_by_name() -> None:
         ("phases.private.optimizer.base_learning_rate=1", "exactly one of"),
         ("data.private.deduplicate=none", "set it to 'exact'"),
         ("data.private.source=webdataset:s3://KEY:SECRET@bucket/x", "a user and a password"),
+        (
+            "data.private.source=webdataset:http://x",
+            "is 'webdataset:http://x': allowed are a local",
+        ),
+        ("storage=http://x", "storage: is 'http://x': allowed are a local path, s3://"),
         ("ledger_home=ledgers", "ledger_home: is 'ledgers': it must be an absolute path"),
         ("private_storage=s3://bucket/x", "allowed is a local folder"),
         ("phases.private.name=evaluate", "stages of the chain"),
@@ -87,6 +92,20 @@ def test_values_are_what_was_typed() -> None:
     for override in ("phases.private.steps=true", "phases.private.checkpoint_interval=no"):
         with pytest.raises(RecipeError, match="true and false are not allowed here"):
             demo(override)
+
+
+def test_a_new_source_drops_the_old_ones_origin() -> None:
+    """A statement must not say of somebody's photos that they are Fashion-MNIST."""
+    notes: list[str] = []
+    source, own = "data.private.source=imagefolder:/my/photos", "data.private.origin=my photos"
+    recipe = load_recipe(DEMO, [source], notes.append)
+    assert recipe.data["private"].origin == "" and recipe.data["benchmark"].origin
+    (note,) = notes
+    assert note.startswith("data.private.origin ('Fashion-MNIST, 60,000 training images') tells of")
+    for overrides in ([source, own], [own, source]):
+        assert load_recipe(DEMO, overrides, notes.append).data["private"].origin == "my photos"
+    assert load_recipe(DEMO, ["data.private.num_records=7"], notes.append).data["private"].origin
+    assert len(notes) == 1
 
 
 def test_missing_file_and_bad_yaml_are_recipe_errors(tmp_path: Path) -> None:

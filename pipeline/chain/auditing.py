@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.audit import audit_mechanism, membership_of_model, table_lines
-from pipeline.chain.layout import RunLayout
+from pipeline.chain.layout import RunLayout, find_run, open_run
+from pipeline.chain.results import report_stage
 from pipeline.data.shards import ShardStore
 from pipeline.plan import plan_recipe
 from pipeline.recipe import Recipe, RecipeError
@@ -26,7 +27,7 @@ def audit_recipe(recipe: Recipe, console: Console, out: str | None, seed: int | 
     The mechanism's audit reads no picture of any data set.
 
     Args:
-        out: JSON file; by default `audit.json` of the recipe's run, where its report looks.
+        out: JSON file; by default `audit.json` of the recipe's run, whose report then tells of it.
 
     Returns:
         Whether everything passed.
@@ -34,7 +35,7 @@ def audit_recipe(recipe: Recipe, console: Console, out: str | None, seed: int | 
     Raises:
         RecipeError: if the recipe has no private phase, or its N is not known.
     """
-    layout = RunLayout(recipe)
+    layout = find_run(recipe)
     plans = [p for p in plan_recipe(recipe, layout.num_records()) if p.mechanism is not None]
     if not plans:
         raise RecipeError(f"recipe {recipe.name!r} has no private phase: there is nothing to audit")
@@ -55,10 +56,25 @@ def audit_recipe(recipe: Recipe, console: Console, out: str | None, seed: int | 
     place = layout.audit if out is None else Location(out)
     content = {"phases": results, "membership": _membership(layout, console, seed or 0)}
     place.write_text(json.dumps(content, indent=1) + "\n")
-    if out is None:
-        layout.report.delete()  # it is written anew, with this, by the next `run`
     console.print(f"Audit:    {place}")
+    if out is None:
+        _renew_report(layout, console)
     return all(result["passed"] for result in results.values())
+
+
+def _renew_report(layout: RunLayout, console: Console) -> None:
+    """A finished run's report is written again, with the audit, and is there whatever happens."""
+    if not layout.is_complete():
+        console.print("Report:   `dp-pretrain run` of this recipe writes it, with this audit in it")
+        return
+    finished = open_run(str(layout.root), str(layout.storage))  # by the recipe that was run
+    before = finished.report.read_bytes()
+    finished.report.delete()
+    try:
+        report_stage(finished, console)
+    except BaseException:
+        finished.report.write_bytes(before)
+        raise
 
 
 def _membership(layout: RunLayout, console: Console, seed: int) -> dict[str, Any]:

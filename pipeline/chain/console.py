@@ -49,8 +49,9 @@ def print_solved(console: Console, solved: Sequence[tuple[str, Mechanism]]) -> N
 
 def plan_lines(plan: PhasePlan, images_per_second: float) -> list[tuple[str, str]]:
     """The plan as (label, value) pairs."""
+    assumed = f" (assumed: {plan.assumed}; not prepared yet)" if plan.assumed else ""
     lines = [
-        ("records N", f"{plan.num_records:,}"),
+        ("records N", f"{plan.num_records:,}{assumed}"),
         ("logical batch B", f"{plan.batch_size:,}" + (" (expected)" if plan.mechanism else "")),
         ("steps T", f"{plan.num_steps:,}"),
     ]
@@ -174,8 +175,8 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
             whole = [run, "all phases", f"{num_attempts}", f"{num_steps:,}"]
             table.add_row(*whole, "", "", _cost_text(phases))
     console.print(table)
-    for run, phase, reason in report.unprotected:
-        console.print(f"  read without protection: run {run}, {phase}: {reason}", style="yellow")
+    for who, where, reason in report.unprotected:
+        console.print(f"  read without protection: by {who}, {where}: {reason}", style="yellow")
     console.print(f"total over all runs: {total_text(report)}", style="bold")
     if report.budget is not None:
         budget = report.budget

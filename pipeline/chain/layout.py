@@ -162,8 +162,15 @@ class RunLayout:
         return found
 
     def num_records(self) -> dict[str, int]:
-        """N of each prepared data set, by reference."""
-        return {ref: manifest.num_records for ref, manifest in self.manifests().items()}
+        """N of each prepared data set, by reference. Raises ValueError if it cannot be read."""
+        try:
+            found = self.manifests()
+        except OSError as error:
+            raise ValueError(
+                f"storage is {self.recipe.storage!r} and cannot be read: {error}; check the "
+                "address, and that you may read it (credentials come from the environment)"
+            ) from None
+        return {reference: manifest.num_records for reference, manifest in found.items()}
 
     def is_prepared(self) -> bool:
         """Whether every data set has its manifest."""
@@ -226,30 +233,39 @@ def claim_run(recipe: Recipe) -> tuple[RunLayout, str | None]:
     Returns:
         the layout, and a sentence to show if the name had to be changed.
     """
-    wanted, number = recipe.name, 1
+    layout, before = _own_place(recipe)
+    if before is not None:
+        _forget_changed_results(layout, before)
+    (layout.root / "recipe.yaml").write_text(layout.recipe.to_yaml())
+    if layout.recipe.name == recipe.name:
+        return layout, None
+    return layout, (
+        f"the name {recipe.name!r} belongs to a run of another recipe, or to one whose folder is "
+        f"gone but not its charges (in {layout.storage}), so this run is called "
+        f"{layout.recipe.name!r}; use --set name=… to choose"
+    )
+
+
+def find_run(recipe: Recipe) -> RunLayout:
+    """The run that `claim_run` would give, with nothing written."""
+    return _own_place(recipe)[0]
+
+
+def _own_place(recipe: Recipe) -> tuple[RunLayout, Recipe | None]:
+    """The first of NAME, NAME-2, … that is this recipe's or free, and the recipe saved there."""
+    number = 1
     while True:
-        name = wanted if number == 1 else f"{wanted}-{number}"
-        candidate = recipe.model_copy(update={"name": name})
-        layout = RunLayout(candidate)
+        name = recipe.name if number == 1 else f"{recipe.name}-{number}"
+        layout = RunLayout(recipe.model_copy(update={"name": name}))
         saved = layout.root / "recipe.yaml"
         if not saved.exists():
             if not _is_charged(layout):
-                saved.write_text(candidate.to_yaml())
-                break
+                return layout, None
         else:
             before = _saved_recipe(saved)
-            if before.digest() == candidate.digest():
-                _forget_changed_results(layout, before)
-                saved.write_text(candidate.to_yaml())
-                break
+            if before.digest() == recipe.digest():
+                return layout, before
         number += 1
-    if number == 1:
-        return layout, None
-    return layout, (
-        f"the name {wanted!r} belongs to a run of another recipe, or to one whose folder is gone "
-        f"but not its charges (in {layout.storage}), so this run is called {name!r}; use "
-        "--set name=… to choose"
-    )
 
 
 def _saved_recipe(place: Location) -> Recipe:

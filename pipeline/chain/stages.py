@@ -24,7 +24,7 @@ from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare import PrepareProgress, prepare
 from pipeline.data.shards import StorageFault
 from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
-from pipeline.plan import PhasePlan, plan_recipe
+from pipeline.plan import PhasePlan, declared_num_records, plan_recipe
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.recipe import Phase, Recipe, load_recipe
@@ -44,7 +44,9 @@ def claim(recipe_path: str, overrides: Sequence[str], console: Console) -> RunLa
     In a Ray job a relative `storage` would lie in the job's throw-away folder, so there it is taken
     below the home directory instead, and said.
     """
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(
+        recipe_path, overrides, lambda note: console.print(f"note: {note}", style="yellow")
+    )
     place = Path(recipe.storage).expanduser()
     is_in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     if is_in_job and "://" not in recipe.storage and not place.is_absolute():
@@ -59,7 +61,8 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     check_places(RunLayout(recipe))
     layout = RunLayout(recipe)
     known = layout.num_records()
-    if all(ref in known or _is_declared(recipe, ref) for ref in (p.data for p in recipe.phases)):
+    read = [phase.data for phase in recipe.phases]
+    if all(ref in known or declared_num_records(recipe, ref) is not None for ref in read):
         plan_recipe(recipe, known)
     try:
         claimed, note = claim_run(recipe)
@@ -75,9 +78,9 @@ def claim_checked(recipe: Recipe, console: Console) -> RunLayout:
     for name in claimed.changed_sources():
         console.print(
             f"note: files of data.{name}.source were added, removed, renamed or resized since it "
-            f"was prepared; this run uses the prepared copy as it is, with pictures that were "
-            f"withdrawn since. To prepare anew: delete {claimed.dataset(name)} and give the run "
-            "another name (what a ledger has charged stays charged)",
+            f"was prepared; this run uses the prepared copy as it is: pictures withdrawn since are "
+            f"still in it, new ones are not. To prepare anew: delete {claimed.dataset(name)} and "
+            "give the run another name (what a ledger has charged stays charged)",
             style="yellow",
         )
     return claimed
@@ -94,10 +97,6 @@ def _refuse_lost_results(layout: RunLayout) -> None:
             f"they are made from, in {layout.phase(lost[0])}: restore one or the other. To train "
             f"from the checkpoint before it, which spends reserve, delete {layout.report}"
         )
-
-
-def _is_declared(recipe: Recipe, reference: str) -> bool:
-    return recipe.data[reference.partition(".")[0]].num_records is not None
 
 
 def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None:

@@ -301,10 +301,13 @@ def default_delta(num_records: int) -> float:
 
 
 def default_reserve_steps(num_steps: int, checkpoint_interval: int) -> int:
-    """Returns max(4K, 2 % of T): what two lost attempts may cost, at 2K steps each."""
+    """Returns max(4K, 2 % of T), with 2T in place of a larger 4K.
+
+    It is what two lost attempts may cost: each at most 2K steps, and never more than the phase's T.
+    """
     _require(num_steps >= 1, "num_steps", num_steps, ">= 1")
     _require(checkpoint_interval >= 1, "checkpoint_interval", checkpoint_interval, ">= 1")
-    return max(4 * checkpoint_interval, math.ceil(num_steps / 50))
+    return max(2 * min(2 * checkpoint_interval, num_steps), math.ceil(num_steps / 50))
 
 
 def _require_type(mechanism: Mechanism) -> None:

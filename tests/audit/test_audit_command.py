@@ -15,7 +15,7 @@ def test_audit_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     recipe = write_small_recipe(tmp_path)
     assert dp_pretrain("run", recipe)[0] == 0
     code, output = dp_pretrain("audit", recipe, "--seed", "1")
-    assert code == 0, output
+    assert code == 0 and f"Report:   {tmp_path}/storage/runs/small/report.html" in output, output
     run = tmp_path / "storage" / "runs" / "small"
     result = json.loads((run / "audit.json").read_text())["phases"]["private"]
     assert result["passed"] and result["stamp"].startswith("NOT PRIVATE")
@@ -24,8 +24,9 @@ def test_audit_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     promised = plan["phases"][0]["mechanism"]
     for name in ("sampling_probability", "noise_multiplier", "max_grad_norm"):
         assert result["mechanism"][name] == promised[name]
-    assert dp_pretrain("run", recipe)[0] == 0
     assert "Phase private: passed" in (run / "report.html").read_text()
+    code, output = dp_pretrain("run", recipe)
+    assert code == 0 and "Run small is complete" in output
     assert not list(run.rglob("*canar*")), "an audit leaves no weights"
 
     FAULTS["noise x 0.9"](monkeypatch)
@@ -33,6 +34,35 @@ def test_audit_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, output = dp_pretrain("audit", recipe, "--seed", "1", "--out", out)
     assert code == 1 and "FAIL  noise_scale" in output and "NOT PASSED" in output
     assert not json.loads(out.read_text())["phases"]["private"]["passed"]
+    assert "Phase private: passed" in (run / "report.html").read_text()
+
+
+def test_an_audit_is_kept_beside_the_run_of_its_own_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a finished run keeps its report, even where the new one cannot be written."""
+    from pipeline.chain import auditing
+    from pipeline.chain.layout import open_run
+    from pipeline.chain.terminal import make_console
+
+    recipe, runs = write_small_recipe(tmp_path), tmp_path / "storage" / "runs"
+    assert dp_pretrain("run", recipe)[0] == 0
+    monkeypatch.setattr(auditing, "audit_mechanism", lambda *_, **__: {"passed": True})
+    monkeypatch.setattr(auditing, "table_lines", lambda result: [])
+    other = ["--set", "phases.private.steps=4"]
+    code, output = dp_pretrain("audit", recipe, *other)
+    assert code == 0 and f"Audit:    {runs}/small-2/audit.json" in output
+    assert "`dp-pretrain run` of this recipe writes it" in output
+    assert not (runs / "small" / "audit.json").exists()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = (runs / "small" / "report.html").read_bytes()
+    monkeypatch.setattr(auditing, "report_stage", fail)
+    with pytest.raises(OSError, match="No space"):
+        auditing._renew_report(open_run("small", str(tmp_path / "storage")), make_console())
+    assert (runs / "small" / "report.html").read_bytes() == before
 
 
 def test_large_sets_are_cut_and_told(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from phase_fixtures import write_images
 from small_recipe import dp_pretrain, write_small_recipe
 
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.composition import worst_cases
 from pipeline.privacy.ledger import BudgetExceeded, Ledger
+from pipeline.storage import Location
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +66,26 @@ def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
     assert code == 0 and "this run is called 'small-2'" in output
     report = ledger.verify()
     assert {account.run for account in report.phases} == {"small", "small-2"}
+
+
+def test_the_minimal_recipe_runs(tmp_path: Path) -> None:
+    """What a reader copies, with a smaller model: its defaults are enough for a whole run."""
+    photos = write_images(tmp_path / "photos", seed=5, num_images=200)
+    changes = {
+        "storage": tmp_path / "storage",
+        "data.synthetic.source": "synthetic:textures?num_images=64&size=16",
+        "data.photos.source": photos,
+        "data.photos.num_records": 200,
+        "model": "{size: micro, image_size: 16, patch_size: 4}",
+    }
+    for phase, batch in (("warmup", "batch_size"), ("private", "privacy.expected_batch_size")):
+        of = f"phases.{phase}"
+        changes |= {f"{of}.steps": 3, f"{of}.{batch}": 16, f"{of}.optimizer.warmup_steps": 1}
+        changes |= {f"{of}.microbatch_size": 16, f"{of}.resources.device": "cpu"}
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    code, output = dp_pretrain("run", ROOT / "jobs" / "recipes" / "minimal.yaml", *words)
+    assert code == 0 and "the recipe names no evaluation" in output, output
+    assert (tmp_path / "storage" / "runs" / "minimal" / "report.html").exists()
 
 
 SLOW = ["--set", "phases.private.steps=40", "--set", "phases.private.checkpoint_interval=4"]
@@ -128,7 +150,7 @@ def test_mistakes_get_a_sentence(recipe: Path, override: str, message: str) -> N
 @pytest.mark.parametrize(
     ("override", "field", "message"),
     [
-        ("storage=foo://bucket/x", "storage is 'foo://bucket/x'", "foo"),
+        ("storage=foo://bucket/x", "storage: is 'foo://bucket/x'", "allowed are a local path"),
         ("ledger_home=/proc/nothing", "ledger_home is '/proc/nothing'", "cannot write"),
         ("private_storage=/proc/nothing", "private_storage is '/proc/nothing'", "cannot be"),
         ("phases.private.init=/nowhere", "phases.private.init is '/nowhere'", "no finished"),
@@ -190,7 +212,8 @@ def test_a_changed_source_is_told(recipe: Path, tmp_path: Path) -> None:
     with open(tmp_path / "private" / "some-labels-idx1-ubyte", "ab") as file:
         file.write(b"more")
     code, output = dp_pretrain("prepare", recipe)
-    assert code == 0 and "data.private.source" in output and "withdrawn" in output
+    assert code == 0 and "data.private.source" in output
+    assert "pictures withdrawn since are still in it, new ones are not" in output
     (tmp_path / "private").rename(tmp_path / "archived")
     code, output = dp_pretrain("prepare", recipe)
     assert code == 0 and "withdrawn" not in output, "the prepared copy is enough"
@@ -236,6 +259,14 @@ def test_plan_of_the_paper() -> None:
     code, output = dp_pretrain("plan", recipes / "vip_base_imagenet.yaml", *words)
     assert code == 1
     assert "costs epsilon 45" in output and "over target_epsilon 8" in output
+
+
+def test_who_read_without_protection_is_shown_as_a_person(tmp_path: Path) -> None:
+    home = tmp_path / "domains"
+    Ledger(str(home), "photos").record_unprotected("me", "outside dp-pretrain", "a look at them")
+    code, output = dp_pretrain("privacy", "show", "photos", "--ledger-home", home)
+    assert code == 0
+    assert "read without protection: by me, outside dp-pretrain: a look at them" in output
 
 
 def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
@@ -304,6 +335,21 @@ def test_budget_holds_where_preparing_is_skipped(recipe: Path, tmp_path: Path) -
     train_stage(layout, "warmup", make_console())
     with pytest.raises(BudgetExceeded, match=r"budget of epsilon 3\.0"):
         train_stage(layout, "private", make_console())
+
+
+def test_storage_that_cannot_be_read_is_named(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["status", "small"], ["privacy", "show", "small"]):
+        code, output = dp_pretrain(*words, "--storage", "http://x")
+        assert code == 2 and "'--storage': is 'http://x': allowed are a local path" in output
+
+    def unreachable(place: Location) -> bool:
+        raise OSError("Couldn't resolve host name")
+
+    monkeypatch.setattr(Location, "exists", unreachable)
+    code, output = dp_pretrain("plan", recipe, "--set", "storage=s3://bucket/x")
+    assert code == 1 and "storage is 's3://bucket/x' and cannot be read: Couldn't" in output
 
 
 def test_solve_for_steps_and_batch(recipe: Path) -> None:
