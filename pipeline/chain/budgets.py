@@ -11,11 +11,14 @@ from pipeline.privacy.composition import Charge, epsilon_of_charges
 from pipeline.privacy.ledger import BudgetExceeded, Ledger
 
 
-def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
-    """Puts the recipe's budgets on record and refuses a plan that does not fit what is left.
+def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> list[str]:
+    """Refuses a plan that does not fit what is left of a budget, then puts the budgets on record.
 
     What counts is everything charged by all runs over the domain, and the steps that this plan has
     still to run; its reserve is paid for only if it is needed, and refused then if it does not fit.
+
+    Returns:
+        One sentence for each budget that is now another than before, to be shown.
 
     Raises:
         BudgetExceeded: naming the domain, its budget and what the plan would come to.
@@ -24,13 +27,22 @@ def hold_to_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:
         1. A plan over the budget is refused before any phase trains (test_budget_is_kept_to).
         2. The ledger itself refuses whatever gets past this (test_budget_over_all_runs).
     """
+    check_budgets(layout, plans)
+    changes = []
     for ledger in layout.ledgers():
         wanted, known = layout.recipe.budget_of(ledger.domain), ledger.budget
-        if wanted is not None:
-            stated = (wanted.epsilon, wanted.delta)
-            if known is None or (known.epsilon, known.delta) != stated:
-                ledger.set_budget(*stated)
-    check_budgets(layout, plans)
+        now = (wanted.epsilon, wanted.delta) if wanted is not None else None
+        before = (known.epsilon, known.delta) if known is not None else None
+        if now is None or now == before:
+            continue
+        ledger.set_budget(*now)
+        if before is not None:
+            changes.append(
+                f"domain {ledger.domain!r}: its budget over all runs was epsilon {before[0]} at "
+                f"delta {before[1]}; by this recipe it is now epsilon {now[0]} at delta {now[1]} "
+                "(the ledger keeps both)"
+            )
+    return changes
 
 
 def check_budgets(layout: RunLayout, plans: Sequence[PhasePlan]) -> None:

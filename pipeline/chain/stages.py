@@ -121,7 +121,8 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
             raise ValueError(f"{place}{error}") from None
         print_prepared(console, name, destination)
     check_evaluation(layout)
-    hold_to_budgets(layout, plan_stage(layout))
+    for change in hold_to_budgets(layout, plan_stage(layout)):
+        console.print(f"note: {change}", style="yellow")
 
 
 @contextmanager

@@ -288,9 +288,10 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     assert code == 1 and "budget of epsilon 7.0" in output, "the ledger knows it, not the recipe"
     assert {account.run for account in ledger.accounts()} == {"small"}
     raised = budget.replace("7", "30")
-    assert dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)[0] == 0
+    code, output = dp_pretrain("run", recipe, "--set", "name=second", "--set", raised)
+    assert code == 0 and "was epsilon 7.0 at delta 0.0025; by this recipe it is now" in output
     kinds = [entry.body["epsilon"] for entry in ledger.entries() if entry.kind == "budget"]
-    assert kinds == [3.0, 7.0, 30.0]
+    assert kinds == [7.0, 30.0], "a run that is refused leaves no budget behind"
 
 
 def test_runs_over_disjoint_splits_do_not_add_up(recipe: Path, tmp_path: Path) -> None:
