@@ -99,7 +99,7 @@ class RunLayout:
 
     def dataset(self, name: str) -> Location:
         """A prepared data set's folder, named after what it is made from."""
-        decides = self.recipe.data[name].model_dump(mode="json", exclude={"budget"})
+        decides = self.recipe.data[name].model_dump(mode="json", exclude={"budget", "num_records"})
         text = json.dumps([decides, self._excluded(name)])
         return self.storage / "data" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -338,6 +338,18 @@ def test_budget_holds_where_preparing_is_skipped(recipe: Path, tmp_path: Path) -
         train_stage(layout, "private", make_console())
 
 
+def test_what_only_plans_does_not_prepare_again(recipe: Path) -> None:
+    from pipeline.chain.layout import RunLayout
+    from pipeline.recipe import load_recipe
+
+    def folder(*overrides: str) -> str:
+        return str(RunLayout(load_recipe(recipe, overrides)).dataset("private"))
+
+    only_planned = ("data.private.num_records=7", "data.private.budget={epsilon: 9, delta: 0.001}")
+    assert {folder(each) for each in only_planned} == {folder()}
+    assert folder("data.private.image_short_side=20") != folder()
+
+
 def test_storage_that_cannot_be_read_is_named(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
