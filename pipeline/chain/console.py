@@ -180,7 +180,12 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
     console.print(f"total over all runs: {total_text(report)}", style="bold")
     if report.budget is not None:
         budget = report.budget
-        console.print(f"budget: epsilon {budget.epsilon} at delta {budget.delta:.3g}")
+        charges = [charge for account in report.phases for charge in account.charges]
+        spent = epsilon_of_charges(charges, budget.delta).value if charges else 0.0
+        console.print(
+            f"budget: epsilon {budget.epsilon} at delta {budget.delta:.3g}; spent at this delta: "
+            f"{spent}"
+        )
     head = report.head
     console.print(f"ledger: {report.num_entries} entries, head {head.index} {head.digest}")
 

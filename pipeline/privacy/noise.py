@@ -39,7 +39,7 @@ class KeyedNoise:
         3. Mean 0 and standard deviation 1 per chunk (test_noise_std_per_chunk).
         4. Uniforms of the radius have 75 bits and those of the angle 53: |z| reaches 10.26,
            and the normal mass beyond is 1e-24 a coordinate, 6e-13 for 1e8 coordinates and
-           6,000 steps.
+           6,000 steps (test_extreme_words_give_finite_values).
     """
 
     noise_key: bytes = field(repr=False)

@@ -81,8 +81,10 @@ class PrivateLog:
         folder: a local folder, or None to keep nothing.
 
     Guarantees:
-        1. Nothing given to it reaches the console, the report or a checkpoint.
-        2. The file's mode is 0600 from its creation on, and its folder's 0700.
+        1. Nothing given to it reaches the console, the report or a checkpoint
+           (test_nothing_private_is_shown, test_no_canary_leaves).
+        2. The file's mode is 0600 from its creation on, and its folder's 0700
+           (test_private_log_is_for_its_owner).
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:

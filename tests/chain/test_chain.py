@@ -18,7 +18,7 @@ from phase_fixtures import write_images
 from small_recipe import dp_pretrain, write_small_recipe
 
 from pipeline.privacy.accountant import epsilon_of
-from pipeline.privacy.composition import worst_cases
+from pipeline.privacy.composition import epsilon_of_charges, worst_cases
 from pipeline.privacy.ledger import BudgetExceeded, Ledger
 from pipeline.storage import Location
 
@@ -292,6 +292,9 @@ def test_budget_is_kept_to(recipe: Path, tmp_path: Path) -> None:
     assert code == 0 and "was epsilon 7.0 at delta 0.0025; by this recipe it is now" in output
     kinds = [entry.body["epsilon"] for entry in ledger.entries() if entry.kind == "budget"]
     assert kinds == [7.0, 30.0], "a run that is refused leaves no budget behind"
+    spent = epsilon_of_charges(ledger.charges(), 0.0025).value
+    _, output = dp_pretrain("privacy", "show", "second", "--storage", tmp_path / "storage")
+    assert f"budget: epsilon 30.0 at delta 0.0025; spent at this delta: {spent}" in output
 
 
 def test_runs_over_disjoint_splits_do_not_add_up(recipe: Path, tmp_path: Path) -> None:
