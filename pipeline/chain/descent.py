@@ -29,7 +29,9 @@ class Descent:
 
     def __init__(self, ledger_home: str) -> None:
         self._home = ledger_home
-        self._ledgers = [Ledger(ledger_home, domain) for domain in known_domains(ledger_home)]
+        # Others' domains may be signed with others' keys, or not at all; a run's own ledgers are
+        # checked with its key wherever it is charged or verified.
+        self._ledgers = [Ledger(ledger_home, name, key=b"") for name in known_domains(ledger_home)]
 
     def known(self, digest: str) -> list[dict[str, Any]]:
         """Returns the private phases, as lines of a lineage, that `digest` is named for."""

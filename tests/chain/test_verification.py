@@ -14,10 +14,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from small_recipe import dp_pretrain, write_small_recipe
 
+from pipeline.chain.descent import Descent
 from pipeline.chain.results import NO_LINEAGE_TEXT
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.ledger.signing import KEY_FILE_VARIABLE
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.privacy.statement import statement_text
 from pipeline.recipe import parse_recipe
@@ -378,6 +380,21 @@ def test_an_edited_descendant_is_refused(
     disown(start)
     code, output = dp_pretrain(*words)
     assert code == 1 and "were made by" in output, output
+
+
+def test_a_home_holds_domains_with_other_keys(
+    storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(bytes(range(32)))
+    other = Ledger(str(storage / "domains"), "others", key=b"another's key, of 32 bytes or so")
+    other.record_unprotected("theirs", "private", "not ours")
+    code, output = verify(storage)
+    assert code == 0 and "not signed" in output, output
+    monkeypatch.setenv(KEY_FILE_VARIABLE, str(key))
+    assert Descent(str(storage / "domains")).known("ab" * 32) == []
+    assert verify(storage)[0] == 1, "our own ledger is not signed with the key"
 
 
 def test_a_domain_that_grew_is_told(storage: Path) -> None:

@@ -68,7 +68,8 @@ class Ledger:
         home: a path, or s3://, gs://, az:// (extra `object-store`), or a Home.
         domain: name of the privacy domain: lower-case letters, digits, `.`, `_`, `-`.
         key: signs what is written and must have signed what is read; default: the content of
-            the file that DP_PRETRAIN_LEDGER_KEY_FILE names, or none.
+            the file that DP_PRETRAIN_LEDGER_KEY_FILE names, or none. b"" is none, whatever the
+            environment says: signatures are then not checked.
 
     Guarantees:
         1. An entry exists whole or not at all, whatever the moment of a kill -9, and an append
@@ -94,7 +95,7 @@ class Ledger:
             )
         self.domain = domain
         self._home = open_home(home, domain) if isinstance(home, str) else home
-        self._key = key_from_environment() if key is None else key
+        self._key = (key_from_environment() if key is None else key) or None
         self._lock = threading.RLock()
         self._entries: list[LedgerEntry] = []
         self._state = DomainState(domain)
@@ -189,7 +190,7 @@ class Ledger:
             LedgerError: the chain does not contain `head`.
         """
         self.require_head(head)
-        return Ledger(HomeUpTo(self._home, head.index + 1), self.domain, key=self._key)
+        return Ledger(HomeUpTo(self._home, head.index + 1), self.domain, key=self._key or b"")
 
     @property
     def budget(self) -> Budget | None:
@@ -265,7 +266,7 @@ class Ledger:
         Raises:
             LedgerError: for any inconsistency, a cut-off tail, or unknown weights.
         """
-        fresh = Ledger(self._home, self.domain, key=self._key)
+        fresh = Ledger(self._home, self.domain, key=self._key or b"")
         entries = fresh.entries()
         state = fresh._state
         if head is not None:
