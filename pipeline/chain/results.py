@@ -152,7 +152,8 @@ def expected_card(
     """The model card of a checkpoint and its statements.
 
     Raises:
-        ValueError: the last checkpoint of a phase, or the evaluation, of which it tells, is gone.
+        ValueError: the last checkpoint of a phase, its data or the evaluation, of which it tells,
+            is gone.
     """
     if not layout.is_evaluated():
         raise ValueError(f"{layout.evaluation} is missing or damaged; run again")
@@ -296,7 +297,9 @@ def _published(recipe: Recipe) -> Recipe:
 
 def _phase_facts(layout: RunLayout, phase: Phase) -> PhaseFacts:
     facts = final_checkpoint(layout, phase.name).facts
-    num_records = layout.num_records()[phase.data]
+    num_records = layout.num_records().get(phase.data)
+    if num_records is None:
+        raise ValueError(f"the prepared images of phases.{phase.name}.data, {phase.data}, are gone")
     return PhaseFacts(
         name=phase.name,
         kind=phase.kind,

@@ -193,7 +193,7 @@ def _check_statement(
     gone = _public_sets_gone(layout)
     if gone:
         recomputed["public_data"] = statement["public_data"]
-        yield f"NOT checked: public_data of the statement ({', '.join(gone)} is no longer prepared)"
+        yield f"NOT checked: public_data of the statement ({', '.join(gone)}: no longer prepared)"
     names = sorted(statement.keys() | recomputed.keys())
     differing = [name for name in names if statement.get(name) != recomputed.get(name)]
     if differing:

@@ -382,6 +382,16 @@ def test_an_edited_descendant_is_refused(
     assert code == 1 and "were made by" in output, output
 
 
+def test_what_cannot_be_checked_is_told(storage: Path) -> None:
+    """Data that was deleted after the run: the statement stands, but for what the data says."""
+    shutil.rmtree(storage / "data")
+    code, output = verify(storage)
+    assert code == 0 and "NOT checked: public_data of the statement (benchmark" in output, output
+    assert "README.md (the prepared images of phases.warmup.data, synthetic, are gone)" in output
+    edit_config(storage / RUN / "export")
+    assert verify(storage)[0] == 1
+
+
 def test_a_home_holds_domains_with_other_keys(
     storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
