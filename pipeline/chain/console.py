@@ -180,8 +180,7 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
     console.print(f"total over all runs: {total_text(report)}", style="bold")
     if report.budget is not None:
         budget = report.budget
-        charges = [charge for account in report.phases for charge in account.charges]
-        spent = epsilon_of_charges(charges, budget.delta).value if charges else 0.0
+        spent = epsilon_of_charges(ledger.charges(), budget.delta).value if report.phases else 0.0
         console.print(
             f"budget: epsilon {budget.epsilon} at delta {budget.delta:.3g}; spent at this delta: "
             f"{spent}"

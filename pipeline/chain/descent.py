@@ -7,14 +7,11 @@ know of a checkpoint, or of what it started from, must be in its lineage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pipeline.privacy.ledger import Ledger, LedgerError, known_domains
 from pipeline.storage import Location
 from pipeline.training.checkpoint import CheckpointFacts, read_claim
-
-Lineage = Sequence[dict[str, Any]]
 
 DESCENDANT = "descendant"
 """Kind of weights that a public phase made from private ones."""

@@ -121,6 +121,10 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
             raise ValueError(f"{place}{error}") from None
         print_prepared(console, name, destination)
     check_evaluation(layout)
+    _hold_to_budgets(layout, console)
+
+
+def _hold_to_budgets(layout: RunLayout, console: Console) -> None:
     for change in hold_to_budgets(layout, plan_stage(layout)):
         console.print(f"note: {change}", style="yellow")
 
@@ -233,7 +237,7 @@ def train_stage(
         console.print(f"{name}: done")
         return
     if settings.mechanism is not None:
-        hold_to_budgets(layout, plan_stage(layout))
+        _hold_to_budgets(layout, console)
     if phase.resources.workers == 0:
         outcome = _train_here(settings, show)
     else:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.keys import AttemptKey
-from pipeline.privacy.ledger import Ledger, LedgerError
+from pipeline.privacy.ledger import Attempt, Ledger, LedgerError
 from pipeline.privacy.mechanism import Mechanism
 from pipeline.privacy.statement import LineageStep, build_statement, statement_text
 
@@ -25,18 +25,31 @@ MECHANISM = Mechanism(
 DIGEST = "ab" * 32
 
 
+def start(
+    ledger: Ledger,
+    *,
+    run: str = "run",
+    phase: str = "private",
+    mechanism: Mechanism = MECHANISM,
+    first_step: int = 0,
+    seed: int | None = None,
+) -> Attempt:
+    """An attempt with a key of its own, or the seed's."""
+    key = AttemptKey.from_os_entropy() if seed is None else AttemptKey.seeded(seed)
+    return ledger.open_attempt(
+        run=run,
+        phase=phase,
+        mechanism=mechanism,
+        key_commitment=key.commitment(),
+        first_step=first_step,
+        is_seeded=key.is_seeded,
+    )
+
+
 def train(ledger: Ledger, run: str, *, seed: int | None = None) -> None:
     """A run that lost five steps to a crash."""
     for first_step, last_step in ((0, 10), (5, 20)):
-        key = AttemptKey.from_os_entropy() if seed is None else AttemptKey.seeded(seed)
-        attempt = ledger.open_attempt(
-            run=run,
-            phase="private",
-            mechanism=MECHANISM,
-            key_commitment=key.commitment(),
-            first_step=first_step,
-            is_seeded=key.is_seeded,
-        )
+        attempt = start(ledger, run=run, first_step=first_step, seed=seed)
         attempt.charge(first_step, last_step - first_step)
     attempt.record_weights(20, DIGEST, "checkpoint")
     attempt.finish("complete", 20)
@@ -78,13 +91,7 @@ def test_statement_follows_ledger(ledger: Ledger) -> None:
 def test_discarded_results_are_counted(ledger: Ledger) -> None:
     """Going back behind a checkpoint on record is a choice that may have looked at it."""
     for first_step, steps in ((0, (5, 10)), (5, (8, 12)), (10, (20,))):
-        attempt = ledger.open_attempt(
-            run="run",
-            phase="private",
-            mechanism=MECHANISM,
-            key_commitment=AttemptKey.from_os_entropy().commitment(),
-            first_step=first_step,
-        )
+        attempt = start(ledger, first_step=first_step)
         for step in steps:
             attempt.charge(attempt.next_step, step - attempt.next_step)
             digest = DIGEST if step == 20 else f"{step:064x}"
@@ -100,13 +107,7 @@ def test_discarded_results_are_counted(ledger: Ledger) -> None:
 
 def test_this_run_pays_for_what_it_started_from(ledger: Ledger) -> None:
     train(ledger, "before")
-    attempt = ledger.open_attempt(
-        run="run",
-        phase="more",
-        mechanism=MECHANISM,
-        key_commitment=AttemptKey.from_os_entropy().commitment(),
-        first_step=0,
-    )
+    attempt = start(ledger, phase="more")
     attempt.charge(0, 20)
     attempt.record_weights(20, "cd" * 32, "checkpoint")
     lineage = [
@@ -168,13 +169,7 @@ def test_unprotected_access_unbounds_the_domain_only(ledger: Ledger) -> None:
 
 def test_number_of_records_is_not_stated_under_add_or_remove_one(ledger: Ledger) -> None:
     hidden_n = dataclasses.replace(MECHANISM, adjacency="add_or_remove_one", num_records=None)
-    attempt = ledger.open_attempt(
-        run="run",
-        phase="private",
-        mechanism=hidden_n,
-        key_commitment=AttemptKey.from_os_entropy().commitment(),
-        first_step=0,
-    )
+    attempt = start(ledger, mechanism=hidden_n)
     attempt.charge(0, 20)
     attempt.record_weights(20, DIGEST, "checkpoint")
     text = statement_text(build(ledger))
