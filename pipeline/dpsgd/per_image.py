@@ -26,6 +26,11 @@ NORM_BLOCK = 1024
 GRAM_ERROR = 16
 """Rounding of a Gram matrix, in units of the last place of the lengths that meet in an entry."""
 
+GRAM_STRIPES = 2
+"""A Gram matrix is symmetric; in so many stripes, (1 + 1 / GRAM_STRIPES) / 2 of it is computed."""
+
+STRIPED_POSITIONS = 96
+"""From so many positions on, stripes cost less than whole Gram matrices."""
 
 PIECE_NUMBERS = 2**22
 """On the CPU, written-out gradients of large matrices are made in pieces of so many numbers."""
@@ -162,30 +167,50 @@ class ImageWeights:
 class NormCosts:
     """How a layer's norm is found: by Gram matrices ("ghost") or from the gradient itself.
 
-    A ghost norm costs 2 T^2 (I + O) floating-point operations an image; a direct one keeps the
-    I x O gradient, which is written once and read twice. "auto" takes the cheaper.
+    A ghost norm costs 2 T^2 (I + O) floating-point operations an image, fewer where symmetry is
+    used, and keeps the T (I + O) numbers that the layer read and the gradient of what it wrote. A
+    direct one keeps the I x O gradient, which is written once and read twice. "auto" takes the
+    faster that does not need too much room.
 
     Args:
         mode: "auto", "ghost" or "direct".
         flops_per_byte: how many operations the machine does while it moves one byte.
+        room: a gradient is kept only if it takes at most so many times the room of what it is
+            made from. Infinity: speed alone decides.
     """
 
     mode: str = "auto"
     flops_per_byte: float = 8.0
+    room: float = 1.5
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "ghost", "direct"):
             raise ValueError(f"mode must be 'auto', 'ghost' or 'direct', not {self.mode!r}")
         if not (math.isfinite(self.flops_per_byte) and self.flops_per_byte > 0):
             raise ValueError(f"flops_per_byte must be > 0 and finite, not {self.flops_per_byte}")
+        if not self.room > 0:
+            raise ValueError(f"room must be > 0, not {self.room}")
 
-    def prefers_direct(self, num_positions: int, num_inputs: int, num_outputs: int) -> bool:
-        """Whether the gradient of every image should be formed (T, I and O of the layer)."""
+    def prefers_direct(
+        self, num_positions: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+    ) -> bool:
+        """Whether the gradient of every image should be formed.
+
+        Args:
+            num_positions: T of the layer; with num_inputs I and num_outputs O.
+            dtype: of inputs and output gradients. In bfloat16 a formed gradient takes half the
+                bytes, and the weighted sum of the ghost form, done in fp32, costs about T I O more.
+        """
         if self.mode != "auto":
             return self.mode == "direct"
-        ghost_flops = 2 * num_positions**2 * (num_inputs + num_outputs)
-        direct_bytes = 3 * 4 * num_inputs * num_outputs
-        return num_positions > 1 and ghost_flops > direct_bytes * self.flops_per_byte
+        sides = num_positions * (num_inputs + num_outputs)
+        matrix = num_inputs * num_outputs
+        if num_positions == 1 or matrix > self.room * sides:
+            return False
+        ghost_flops = 2 * num_positions * sides * _computed_part(num_positions)
+        if dtype == torch.bfloat16:
+            ghost_flops += num_positions * matrix
+        return ghost_flops > 3 * dtype.itemsize * matrix * self.flops_per_byte
 
 
 class PerImageGradients(ABC):
@@ -267,18 +292,48 @@ class FormedInPieces(PerImageGradients):
 
     def formed(self, start: int, stop: int) -> Tensor:
         """The pieces together."""
-        return torch.cat([piece.values for piece in self.pieces])[start:stop].flatten(1)
+        values = torch.cat([piece.values for piece in self.pieces])[start:stop].flatten(1)
+        return values.to(accumulation_dtype(values.dtype))
 
 
-def _sum_of(products_MTT: Tensor) -> Squares:
+def _num_stripes(num_positions: int) -> int:
+    return GRAM_STRIPES if num_positions >= STRIPED_POSITIONS else 1
+
+
+def _computed_part(num_positions: int) -> float:
+    """How much of a Gram matrix is computed."""
+    return (1.0 + 1.0 / _num_stripes(num_positions)) / 2.0
+
+
+def _sum_of(stripes: Sequence[Tensor]) -> Squares:
     """The sum of products of positions, and what may have been lost where they cancel.
 
     An entry is rounded by a few units of the product of two lengths, which stand on the diagonal.
+
+    Args:
+        stripes: rows of the symmetric matrices [M, T, T], each stripe from its own diagonal block
+            to the right: what lies left of it counts once more, by symmetry.
     """
-    lengths_MT = products_MTT.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-    unit = torch.finfo(products_MTT.dtype).eps / 2
-    uncertainty_M = lengths_MT.sum(dim=1).square() * (GRAM_ERROR * unit)
-    return Squares(products_MTT.flatten(1).sum(dim=1), uncertainty_M)
+    total_M, lengths_M = [], []
+    for stripe_MSU in stripes:
+        num_rows = stripe_MSU.shape[1]
+        beside_MSV = stripe_MSU[:, :, num_rows:]
+        total_M.append(stripe_MSU.flatten(1).sum(dim=1))
+        if beside_MSV.shape[2]:
+            total_M.append(beside_MSV.sum(dim=(1, 2)))
+        lengths_M.append(stripe_MSU.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().sum(dim=1))
+    unit = torch.finfo(stripes[0].dtype).eps / 2
+    uncertainty_M = torch.stack(lengths_M).sum(dim=0).square() * (GRAM_ERROR * unit)
+    return Squares(torch.stack(total_M).sum(dim=0), uncertainty_M)
+
+
+def _gram_stripes(values_MTC: Tensor) -> Iterator[Tensor]:
+    """The products of every two positions of one image, in stripes as `_sum_of` takes them."""
+    num_positions = values_MTC.shape[1]
+    height = -(-num_positions // _num_stripes(num_positions))
+    for start in range(0, num_positions, height):
+        rows_MSC = values_MTC[:, start : start + height]
+        yield torch.bmm(rows_MSC, values_MTC[:, start:].transpose(1, 2))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -297,9 +352,22 @@ class OuterProducts(PerImageGradients):
         """Written out where that is cheaper than Gram matrices."""
         _, num_positions, num_inputs = self.inputs_MTI.shape
         num_outputs = self.output_gradients_MTO.shape[2]
-        if costs.prefers_direct(num_positions, num_inputs, num_outputs):
+        if costs.prefers_direct(num_positions, num_inputs, num_outputs, self._product_dtype):
             return FormedInPieces.of(self._pieces())
         return self
+
+    @property
+    def _product_dtype(self) -> torch.dtype:
+        """bfloat16 where both sides are: autocast rounds a weight gradient to that as well.
+
+        Norm and sum are then those of the rounded gradient, both in fp32, so the bound is kept.
+        """
+        dtypes = {self.inputs_MTI.dtype, self.output_gradients_MTO.dtype}
+        return torch.bfloat16 if dtypes == {torch.bfloat16} else self._sum_dtype
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.inputs_MTI.dtype)
 
     def _pieces(self) -> Iterator[Tensor]:
         num_images, _, num_inputs = self.inputs_MTI.shape
@@ -308,18 +376,17 @@ class OuterProducts(PerImageGradients):
             numbers = num_inputs * self.output_gradients_MTO.shape[2]
             images_at_once = max(1, PIECE_NUMBERS // numbers)
         for start in range(0, num_images, images_at_once):
-            yield self._formed(start, min(start + images_at_once, num_images))
+            stop = min(start + images_at_once, num_images)
+            yield self._formed(start, stop, self._product_dtype)
 
     def squared_norms(self) -> Squares:
         """sum over positions t, u of (a_t . a_u)(g_t . g_u)."""
-        dtype = accumulation_dtype(self.inputs_MTI.dtype)
-        inputs = self.inputs_MTI.to(dtype)
-        gradients = self.output_gradients_MTO.to(dtype)
+        inputs = self.inputs_MTI.to(self._sum_dtype)
+        gradients = self.output_gradients_MTO.to(self._sum_dtype)
         if inputs.shape[1] == 1:
             return Squares(staged_squares(inputs) * staged_squares(gradients))
-        products_MTT = torch.bmm(inputs, inputs.transpose(1, 2))
-        products_MTT.mul_(torch.bmm(gradients, gradients.transpose(1, 2)))
-        return _sum_of(products_MTT)
+        both = zip(_gram_stripes(inputs), _gram_stripes(gradients), strict=True)
+        return _sum_of([of_inputs.mul_(of_gradients) for of_inputs, of_gradients in both])
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """One matrix product; the factor goes to the narrower side."""
@@ -335,10 +402,9 @@ class OuterProducts(PerImageGradients):
 
     def formed(self, start: int, stop: int) -> Tensor:
         """One matrix product per image."""
-        return self._formed(start, stop).flatten(1)
+        return self._formed(start, stop, self._sum_dtype).flatten(1)
 
-    def _formed(self, start: int, stop: int) -> Tensor:
-        dtype = accumulation_dtype(self.inputs_MTI.dtype)
+    def _formed(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         gradients_MOT = self.output_gradients_MTO[start:stop].to(dtype).transpose(1, 2)
         return torch.bmm(gradients_MOT, self.inputs_MTI[start:stop].to(dtype))
 
@@ -363,7 +429,7 @@ class EmbeddingRows(PerImageGradients):
         gradients = gradients.to(accumulation_dtype(gradients.dtype))
         grams_MTT = torch.bmm(gradients, gradients.transpose(1, 2))
         is_same_row_MTT = self.ids_MT.unsqueeze(1) == self.ids_MT.unsqueeze(2)
-        return _sum_of(torch.where(is_same_row_MTT, grams_MTT, torch.zeros_like(grams_MTT)))
+        return _sum_of([torch.where(is_same_row_MTT, grams_MTT, torch.zeros_like(grams_MTT))])
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """Add every scaled position to the row that it read."""
@@ -421,8 +487,8 @@ def added(
     widths = {(part.inputs_MTI.shape[2], part.output_gradients_MTO.shape[2]) for part in outer}
     if len(outer) == len(parts) and len(widths) == 1:
         num_positions = sum(part.inputs_MTI.shape[1] for part in outer)
-        if not costs.prefers_direct(num_positions, *widths.pop()):
-            dtype = accumulation_dtype(outer[0].inputs_MTI.dtype)
+        dtype = accumulation_dtype(outer[0].inputs_MTI.dtype)
+        if not costs.prefers_direct(num_positions, *widths.pop(), dtype):
             return OuterProducts(
                 inputs_MTI=torch.cat([part.inputs_MTI.to(dtype) for part in outer], dim=1),
                 output_gradients_MTO=torch.cat(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.dpsgd.per_image import (
+    STRIPED_POSITIONS,
     EmbeddingRows,
     FormedGradients,
     FormedInPieces,
@@ -38,6 +39,10 @@ def forms() -> dict[str, PerImageGradients]:
         ),
         "outer, wide input": OuterProducts(
             inputs_MTI=random(M, T, O), output_gradients_MTO=random(M, T, I, seed=1)
+        ),
+        "outer, in stripes": OuterProducts(
+            inputs_MTI=random(M, STRIPED_POSITIONS + 1, I),
+            output_gradients_MTO=random(M, STRIPED_POSITIONS + 1, O, seed=1),
         ),
         "outer, one position": OuterProducts(
             inputs_MTI=random(M, 1, I), output_gradients_MTO=random(M, 1, O, seed=1)
@@ -81,10 +86,45 @@ def test_uses_add_up_before_the_norm() -> None:
 def test_the_cheaper_norm_is_chosen() -> None:
     """Few positions and wide layers: ghost; many positions and narrow layers: direct."""
     costs = NormCosts(flops_per_byte=8.0)
-    assert not costs.prefers_direct(50, 768, 3072)
-    assert costs.prefers_direct(197, 192, 192)
-    assert not costs.prefers_direct(1, 4, 4)
-    assert not NormCosts(flops_per_byte=1e6).prefers_direct(197, 192, 192)
+    assert not costs.prefers_direct(50, 768, 3072, torch.float32)
+    assert costs.prefers_direct(197, 192, 192, torch.float32)
+    assert not costs.prefers_direct(1, 4, 4, torch.float32)
+    slow = NormCosts(flops_per_byte=1e6)
+    assert not slow.prefers_direct(197, 192, 192, torch.float32)
+
+
+def test_a_gradient_that_needs_too_much_room_is_not_kept() -> None:
+    """The decoder of the MAE: direct is the faster and takes twice the room."""
+    decoder = (197, 512, 2048, torch.float32)
+    assert not NormCosts(flops_per_byte=8.0).prefers_direct(*decoder)
+    assert NormCosts(flops_per_byte=8.0, room=math.inf).prefers_direct(*decoder)
+    assert NormCosts(flops_per_byte=8.0, room=math.inf).prefers_direct(50, 192, 768, torch.bfloat16)
+    with pytest.raises(ValueError, match="room must be > 0"):
+        NormCosts(room=math.nan)
+
+
+@pytest.mark.parametrize("num_positions", [2, STRIPED_POSITIONS])
+def test_gradients_rounded_to_bfloat16_are_those_that_are_measured_and_added(
+    num_positions: int,
+) -> None:
+    """What is kept in bfloat16 has the norm of what is added, to fp32 precision."""
+    outer = OuterProducts(
+        inputs_MTI=random(M, num_positions, 64).bfloat16(),
+        output_gradients_MTO=random(M, num_positions, 48, seed=1).bfloat16(),
+    )
+    kept = outer.settled(NormCosts(mode="direct"))
+    assert isinstance(kept, FormedInPieces)
+    assert {piece.values.dtype for piece in kept.pieces} == {torch.bfloat16}
+    written = kept.formed(0, M)
+    assert written.dtype == torch.float32
+    exact = outer.formed(0, M)
+    assert ((written - exact).norm(dim=1) < 2**-8 * exact.norm(dim=1)).all()
+    for image in range(M):
+        is_kept = torch.arange(M) == image
+        total = torch.zeros(written.shape[1])
+        kept.add_weighted_sum(ImageWeights.of(torch.ones(M), is_kept), total)
+        squares = kept.squared_norms().values_M[image].double()
+        torch.testing.assert_close(squares, total.double().square().sum(), rtol=1e-6, atol=0)
 
 
 def test_what_may_cancel_is_told() -> None:
