@@ -6,6 +6,7 @@ random models, scales, styles, clippers, numbers of views and precisions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -94,6 +95,7 @@ def added_norm(engine: ClippedGradientSum) -> float:
     shares=st.booleans(),
     level=st.floats(-6, 8),
     bound=st.floats(1e-3, 1e3),
+    relative=st.none() | st.floats(0.5, 2.0),
     gamma=st.sampled_from([1e-6, 0.01]),
     precision_name=st.sampled_from(PRECISIONS),
     mode=st.sampled_from(["auto", "ghost", "direct"]),
@@ -110,6 +112,7 @@ def test_no_image_adds_more_than_the_sensitivity(
     shares: bool,
     level: float,
     bound: float,
+    relative: float | None,
     gamma: float,
     precision_name: str,
     mode: str,
@@ -120,16 +123,20 @@ def test_no_image_adds_more_than_the_sensitivity(
     model = Chain(width, depth, shares=shares)
     tokens = torch.randn(2 * num_views, num_positions, width)
     scale = 10.0**level * torch.rand(2 * num_views)
+
+    def losses() -> Tensor:
+        return model(tokens, scale).view(2, -1).mean(1)
+
+    if relative is not None:  # a bound that is close to the norm
+        unclipped = ClippedGradientSum(model, FlatClipping(math.inf))
+        bound = relative * unclipped.accumulate(losses).norms_M[0].item()
     clipping = make_clipping(name, bound, gamma)
     assert clipping.sensitivity == bound
     engine = ClippedGradientSum(model, clipping, blocks=make_blocks(style, model), mode=mode)
     for image in range(2):
         engine.zero_()
         with precision(precision_name):
-            engine.accumulate(
-                lambda: model(tokens, scale).view(2, -1).mean(1),
-                torch.eye(2)[image].contiguous(),
-            )
+            engine.accumulate(losses, torch.eye(2)[image].contiguous())
         assert added_norm(engine) <= clipping.sensitivity
 
 
