@@ -122,12 +122,13 @@ class PrivateLog:
         line: dict[str, Any] = {"step": step, "seconds": time.monotonic() - self._started}
         weights = _joined(self._weights)
         losses = _joined(self._losses)[weights > 0]
-        block_norms = _joined(self._block_norms)[weights > 0].reshape(len(losses), -1)
+        num_blocks = self._block_norms[0].shape[1] if self._block_norms else 1
+        block_norms = _joined(self._block_norms).reshape(-1, num_blocks)[weights > 0]
         norms = np.sqrt(np.square(block_norms).sum(axis=1))
         finite = np.isfinite(losses) & np.isfinite(norms)
         line |= {"num_images": len(losses), "num_not_finite": int((~finite).sum())}
         if finite.any():
-            bound = max_grad_norm / math.sqrt(block_norms.shape[1])
+            bound = max_grad_norm / math.sqrt(num_blocks)
             line |= {
                 "loss": float(losses[finite].mean()),
                 "norm_quartiles": np.quantile(norms[finite], [0.25, 0.5, 0.75]).tolist(),

@@ -1,4 +1,4 @@
-"""Pitfall 32: a record's view depends on (sub-key, step, record id), never on rank or position."""
+"""Pitfall 32: a view depends on (sub-key, step, record id, view), never on rank or position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pipeline.privacy.sampling import PoissonPlan
 
 
 def views_of(store: ShardStore, world_size: int = 1, key: bytes = b"a" * 32, **sizes: int) -> dict:
-    """(step, record id) -> the bytes of its view, over all ranks."""
+    """(step, record id) -> the bytes of its views, over all ranks."""
+    num_views = sizes.get("views_per_image", 1)
     config = StreamConfig(
         plan=PoissonPlan(key=b"v" * 32, num_records=240, sampling_probability=0.2),
         store_root=str(store.root),
@@ -21,9 +22,10 @@ def views_of(store: ShardStore, world_size: int = 1, key: bytes = b"a" * 32, **s
         image_size=sizes.get("image_size", 24),
         num_steps=4,
         is_private=True,
+        views_per_image=num_views,
     )
     return {
-        (unit.step, record_id): unit.images[row].tobytes()
+        (unit.step, record_id): unit.images[num_views * row : num_views * (row + 1)].tobytes()
         for rank in range(world_size)
         for unit in thread_pool_units(config, rank)
         for row, record_id in enumerate(unit.record_ids.tolist())
@@ -59,3 +61,19 @@ def test_views_change_with_step_and_key(private_store: ShardStore) -> None:
     other = views_of(private_store, key=b"b" * 32)
     assert other.keys() == views.keys()
     assert sum(other[place] == views[place] for place in views) < 0.05 * len(views)
+
+
+def test_several_views_of_an_image(private_store: ShardStore) -> None:
+    """The first is the only one of a stream of one view; the others differ; none moves."""
+    single = views_of(private_store)
+    several = views_of(private_store, views_per_image=4)
+    assert several.keys() == single.keys()
+    length = len(next(iter(single.values())))
+    num_distinct = 0
+    for place, views in several.items():
+        cut = [views[start : start + length] for start in range(0, 4 * length, length)]
+        assert cut[0] == single[place]
+        num_distinct += len(set(cut))
+    assert num_distinct > 0.99 * 4 * len(several)
+    for world_size, sizes in ((3, {"microbatch_size": 5}), (8, {"microbatch_size": 1})):
+        assert views_of(private_store, world_size, views_per_image=4, **sizes) == several
