@@ -154,14 +154,18 @@ def test_a_phase_gives_each_image_its_views_and_masks(
         outcome, _ = run(settings(kind, phase={"views_per_image": num_views}, **own, **pinned))
         assert outcome.finished == "complete"
     assert len(seen[1]) == len(seen[VIEWS]) > 6
+    is_other_crop: list[bool] = []
     for one, several in zip(seen[1], seen[VIEWS], strict=True):
         images, uniforms, weights = several
         assert torch.equal(weights, one[2])
         assert torch.equal(images[::VIEWS], one[0]) and torch.equal(uniforms[::VIEWS], one[1])
         for row in torch.nonzero(weights).flatten().tolist():
             for view in range(1, VIEWS):
-                assert not torch.equal(images[row * VIEWS + view], images[row * VIEWS])
+                is_other_crop.append(
+                    not torch.equal(images[row * VIEWS + view], images[row * VIEWS])
+                )
                 assert not torch.equal(uniforms[row * VIEWS + view], uniforms[row * VIEWS])
+    assert np.mean(is_other_crop) > 0.9  # of so few pixels two crops may be the same
 
 
 def test_masks_are_functions_of_the_view(settings: Make) -> None:
