@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.data.images import NUM_CROP_UNIFORMS, random_resized_crop_flip
 from pipeline.data.shards import ShardStore
 from pipeline.data.stream import StreamConfig, thread_pool_units
-from pipeline.privacy.sampling import PoissonPlan
+from pipeline.data.views import PixelReader
+from pipeline.privacy.sampling import PoissonPlan, record_uniforms
 
 
 def views_of(store: ShardStore, world_size: int = 1, key: bytes = b"a" * 32, **sizes: int) -> dict:
@@ -77,3 +79,17 @@ def test_several_views_of_an_image(private_store: ShardStore) -> None:
     assert num_distinct > 0.99 * 4 * len(several)
     for world_size, sizes in ((3, {"microbatch_size": 5}), (8, {"microbatch_size": 1})):
         assert views_of(private_store, world_size, views_per_image=4, **sizes) == several
+
+
+def test_views_are_the_crops_of_their_own_uniforms(private_store: ShardStore) -> None:
+    """Cropped here one by one: view v by the uniforms of (key, step, record id, v)."""
+    found = views_of(private_store, views_per_image=3)
+    for (step, record_id), views in list(found.items())[:20]:
+        ids, expected = np.array([record_id]), b""
+        (pixels,) = PixelReader(private_store).read(ids)
+        for view in range(3):
+            uniforms = record_uniforms(
+                b"a" * 32, step, ids, "crop", num_values=NUM_CROP_UNIFORMS, view=view
+            )
+            expected += random_resized_crop_flip(pixels, uniforms[0], 24, (0.2, 1.0)).tobytes()
+        assert views == expected
