@@ -27,12 +27,13 @@ from pipeline.dpsgd import (
 )
 
 PRECISIONS = ("fp32", "tf32", "bf16 products", "bf16")
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 STYLES = ("all-layer", "per-layer", "per-block")
 NAMES = ("flat", "automatic", "global")
 
 
 @contextmanager
-def precision(name: str) -> Iterator[None]:
+def precision(name: str, device: str = "cpu") -> Iterator[None]:
     """fp32; fp32 products in TF32 or bf16 (where the machine has them); bf16 autocast."""
     backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     low = {"tf32": ("tf32", "tf32"), "bf16 products": ("tf32", "bf16")}.get(name)
@@ -44,7 +45,7 @@ def precision(name: str) -> Iterator[None]:
         elif low is not None:
             for backend, value in zip(backends, low, strict=True):
                 backend.fp32_precision = value
-        with torch.autocast("cpu", torch.bfloat16, enabled=name == "bf16"):
+        with torch.autocast(device, torch.bfloat16, enabled=name == "bf16"):
             yield
     finally:
         if None in before:
@@ -98,6 +99,7 @@ def added_norm(engine: ClippedGradientSum) -> float:
     relative=st.none() | st.floats(0.5, 2.0),
     gamma=st.sampled_from([1e-6, 0.01]),
     precision_name=st.sampled_from(PRECISIONS),
+    device=st.sampled_from(DEVICES),
     mode=st.sampled_from(["auto", "ghost", "direct"]),
     name=st.sampled_from(NAMES),
     style=st.sampled_from(STYLES),
@@ -115,14 +117,15 @@ def test_no_image_adds_more_than_the_sensitivity(
     relative: float | None,
     gamma: float,
     precision_name: str,
+    device: str,
     mode: str,
     name: str,
     style: str,
 ) -> None:
     torch.manual_seed(seed)
-    model = Chain(width, depth, shares=shares)
-    tokens = torch.randn(2 * num_views, num_positions, width)
-    scale = 10.0**level * torch.rand(2 * num_views)
+    model = Chain(width, depth, shares=shares).to(device)
+    tokens = torch.randn(2 * num_views, num_positions, width).to(device)
+    scale = 10.0**level * torch.rand(2 * num_views).to(device)
 
     def losses() -> Tensor:
         return model(tokens, scale).view(2, -1).mean(1)
@@ -135,7 +138,7 @@ def test_no_image_adds_more_than_the_sensitivity(
     engine = ClippedGradientSum(model, clipping, blocks=make_blocks(style, model), mode=mode)
     for image in range(2):
         engine.zero_()
-        with precision(precision_name):
+        with precision(precision_name, device):
             engine.accumulate(losses, torch.eye(2)[image].contiguous())
         assert added_norm(engine) <= clipping.sensitivity
 
@@ -166,3 +169,27 @@ def test_global_reaches_its_bound_too() -> None:
         found = engine.accumulate(lambda: sum(each(rows) for each in model)[:, 0])  # noqa: B023
         assert int(found.block_factors_MK.sum()) == kept
         assert added_norm(engine) <= 1.0
+
+
+@pytest.mark.parametrize("rest", [1e-2, 1e-3, 1e-4])
+def test_what_cancels_in_one_block_is_bounded_there(rest: float) -> None:
+    """A Gram matrix loses what cancels; beside a long block the loss would look harmless."""
+    clipping = FlatClipping(1.0)
+    signs = (1.0 - 2.0 * (torch.arange(16) % 2)).view(1, -1, 1)
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(2, 1, 16, 96, generator=generator)
+        activations = 100 * (1.0 + rest * noise[0])
+        gradients = 100 * (signs + rest * noise[1])
+        model = nn.ModuleList([nn.Linear(96, 96, bias=False) for _ in range(2)])
+        blocks = make_blocks("per-layer", model)
+        engine = ClippedGradientSum(model, clipping, blocks=blocks, mode="ghost")
+        found = engine.accumulate(
+            lambda: (
+                (model[0](activations) * gradients).sum((1, 2))  # noqa: B023
+                + 1e4 * model[1](activations).sum((1, 2))  # noqa: B023
+            )
+        )
+        assert found.block_norms_MK[0, 1] > 1e6 > found.block_norms_MK[0, 0] > 0
+        for view in engine.layout.views(engine.flat_sum).values():
+            assert 0 < view.double().norm().item() <= clipping.sensitivity / 2**0.5

@@ -203,6 +203,15 @@ def test_phases_of_every_style_resume_to_the_same_weights(
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+def test_blocks_of_the_masked_autoencoder() -> None:
+    model = build_model(MODEL)
+    encoder = [f"encoder.blocks.{i}" for i in range(model.size.depth)]
+    decoder = [f"decoder_blocks.{i}" for i in range(model.size.decoder_depth)]
+    found = make_blocks("per-block", model).members
+    assert sorted(found) == sorted(["rest", *encoder, *decoder])
+    assert {"encoder.cls_token", "mask_token", "decoder_pred.bias"} <= set(found["rest"])
+
+
 def test_the_recipe_knows_the_engines_styles() -> None:
     assert Privacy.model_fields["clipping_style"].annotation.__args__ == STYLES  # type: ignore[union-attr]
 
