@@ -325,6 +325,7 @@ def memory_bytes(recipe: Recipe, phase: Phase) -> int:
     decoder = size.decoder_depth * (patches + 1) * size.decoder_width
     pixels = 3 * model.image_size**2 * 8
     half = 0.5 if phase.precision == "bfloat16" else 1.0
-    activations = int(phase.microbatch_size * (34 * 2 * half * (encoder + decoder) + pixels))
+    num_rows = phase.microbatch_size * phase.views_per_image
+    activations = int(num_rows * (34 * 2 * half * (encoder + decoder) + pixels))
     count = num_parameters(size, model.image_size, model.patch_size)
     return 20 * count + activations

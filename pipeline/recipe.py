@@ -194,7 +194,12 @@ class Privacy(_Strict):
     delta: Annotated[float, Field(gt=0, le=0.1)] | None = None
     """Default 1/(2N)."""
     max_grad_norm: PositiveFloat = 1.0
-    clipping: Literal["automatic", "flat"] = "automatic"
+    clipping: Literal["automatic", "flat", "global"] = "automatic"
+    """How an image's gradient is bounded: scaled to almost max_grad_norm, shortened where it is
+    longer, or dropped where it is longer."""
+    clipping_style: Literal["all-layer", "per-layer", "per-block"] = "all-layer"
+    """What is bounded together: the whole gradient, or each of K layers or transformer blocks by
+    itself, to max_grad_norm / sqrt(K) (pipeline/dpsgd/blocks.py)."""
     gamma: PositiveFloat = 0.01
     """Stabiliser of automatic clipping: factor max_grad_norm / (norm + gamma)."""
     expected_batch_size: PositiveInt
@@ -270,6 +275,9 @@ class Phase(_Strict):
     """K: steps between checkpoints, and the number of steps charged ahead."""
     crop_scale: tuple[Probability, Probability] = (0.2, 1.0)
     augment: bool = True
+    views_per_image: PositiveInt = 1
+    """Views (crop, flip, mask) of each image in a step. An image's loss is the mean of theirs, so
+    that its gradient is clipped once; the microbatch counts images."""
     precision: Literal["float32", "bfloat16"] = "float32"
     held_out: str | None = None
     """A public data set whose loss may be shown while this phase trains."""

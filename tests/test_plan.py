@@ -58,6 +58,13 @@ def test_the_manifest_rules_over_the_recipe() -> None:
     assert any("lowered from 2048 to 1500" in note for note in plan.notes)
 
 
+def test_views_cost_memory_and_no_privacy() -> None:
+    single, fourfold = private(demo()), private(demo("phases.private.views_per_image=4"))
+    assert fourfold.epsilon == single.epsilon and fourfold.mechanism == single.mechanism
+    assert fourfold.num_images == single.num_images
+    assert fourfold.memory_bytes > 2 * single.memory_bytes
+
+
 def test_an_assumed_n_is_marked() -> None:
     def shown(plan: PhasePlan) -> str:
         return dict(plan_lines(plan, 1000))["records N"]

@@ -48,6 +48,10 @@ def test_override_addresses_list_members_by_name() -> None:
         ("data.benchmark.splits={probe: 0.5}", "must add up to 1"),
         ("phases.private.privacy.target_epsilon=.nan", "phases.private.privacy.target_epsilon"),
         ("phases.private.privacy.adjacency=add_or_remove_one", "use 'replace_special'"),
+        ("phases.private.privacy.clipping=hard", "clipping: is 'hard'"),
+        ("phases.private.privacy.clipping_style=per-head", "clipping_style: is 'per-head'"),
+        ("phases.private.views_per_image=0", "views_per_image: is 0"),
+        ("phases.warmup.views_per_image=true", "true and false are not allowed"),
         ("phases.private.batch_size=3", "expected_batch_size"),
         ("phases.private.resources.workers=[3, 2]", "min <= max"),
         ("phases.private.optimizer.base_learning_rate=1", "exactly one of"),
@@ -123,6 +127,9 @@ def test_digest_is_of_what_decides_the_result() -> None:
     told = ("evaluation.seed=1", "data.private.num_records=7", "hyperparameter_search=none")
     assert demo(*told, "phases.private.held_out=").digest() == demo().digest()
     assert demo("phases.private.steps=151").digest() != demo().digest()
+    for decides in ("privacy.clipping=global", "privacy.clipping_style=per-block"):
+        assert demo(f"phases.private.{decides}").digest() != demo().digest()
+    assert demo("phases.private.views_per_image=4").digest() != demo().digest()
     assert demo("data.private.source=idx:/b").digest() != demo().digest()
 
 

@@ -29,6 +29,8 @@ def audit_mechanism(
     *,
     clipping: str = "flat",
     gamma: float = 0.01,
+    clipping_style: str = "all-layer",
+    views_per_image: int = 1,
     seed: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def audit_mechanism(
         mechanism: of a private phase. Its N is cut to at most MAX_CANARIES and its steps to
             MAX_STEPS; sampling probability, noise multiplier and clip stay what they are, and the
             claimed epsilon is that of the steps run.
-        clipping, gamma: as in the recipe.
+        clipping, gamma, clipping_style, views_per_image: as in the recipe.
         seed: pins the audit's coins (tests); None draws them.
         progress: told what is done.
 
@@ -48,7 +50,14 @@ def audit_mechanism(
     """
     say = progress or (lambda _: None)
     scaled = _scaled(mechanism)
-    settings = AuditSettings(mechanism=scaled, clipping=clipping, gamma=gamma, seed=seed)
+    settings = AuditSettings(
+        mechanism=scaled,
+        clipping=clipping,
+        gamma=gamma,
+        clipping_style=clipping_style,
+        views_per_image=views_per_image,
+        seed=seed,
+    )
     say(f"{scaled.num_steps} steps over {settings.num_canaries} canaries, for the exact laws")
     checks = check_observation(observe(settings))
     say("one step again and again: neighbours, microbatches and ranks, attempts")
@@ -57,7 +66,8 @@ def audit_mechanism(
     coins = np.random.default_rng(None if seed is None else [seed, 77])
     included = coins.random(settings.num_canaries) < 0.5
     seen = observe(replace(settings, is_included=included, seed=None if seed is None else seed + 1))
-    usable = np.isfinite(settings.norms()) & (settings.norms() > settings.mechanism.max_grad_norm)
+    contributions = settings.contributions()
+    usable = contributions == contributions.max()
     scores = seen.responses.sum(0)[usable]
     truth = included[usable]
     claimed = epsilon_of([(scaled, scaled.num_steps)], mechanism.delta)
@@ -74,6 +84,8 @@ def audit_mechanism(
         "mechanism": scaled.to_json(),
         "cut_from": {"num_records": mechanism.num_records, "num_steps": mechanism.num_steps},
         "clipping": clipping,
+        "clipping_style": clipping_style,
+        "views_per_image": views_per_image,
         "family_error": FAMILY_ERROR,
         "checks": [asdict(check) for check in checks],
         "claimed_epsilon": claimed.to_json(),

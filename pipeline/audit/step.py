@@ -1,9 +1,9 @@
 """The real private step, run over canaries whose gradients are known.
 
 A canary's picture shows its number (pictures.py). The model reads it and makes it a one-hot row
-for two linear layers; a third never sees anything. So canary i's gradient is s_i (e_i, e_i, 0):
-canaries are orthogonal, and what the released vector says in direction i follows a law that can be
-written down by hand.
+for two linear layers, each a block of its own; a third never sees anything. So canary i's gradient
+is s_i (e_i, e_i, 0): canaries are orthogonal, and what the released vector says in direction i
+follows a law that can be written down by hand.
 
 Sampler, stream, engine, clipping, noise and release are those of training (thread_pool_units,
 PrivateGradients).
@@ -46,7 +46,7 @@ class AuditSettings:
 
     Args:
         mechanism: the promise; its num_records are the canaries, its num_steps are run.
-        clipping, gamma: as in the recipe.
+        clipping, gamma, clipping_style, views_per_image: as in the recipe.
         world_size: ranks that the step's records are dealt to (all in this process).
         microbatch_size: rows of one pass.
         seed: pins the attempt; None draws a key from the operating system.
@@ -57,6 +57,8 @@ class AuditSettings:
     mechanism: Mechanism
     clipping: str = "flat"
     gamma: float = 0.01
+    clipping_style: str = "all-layer"
+    views_per_image: int = 1
     world_size: int = 2
     microbatch_size: int = 16
     seed: int | None = None
@@ -78,11 +80,13 @@ class AuditSettings:
     def norms(self) -> npt.NDArray[np.float64]:
         """Norm of each canary's gradient: nine of ten are far too long, one is short; [N].
 
-        The last canary's is not a number.
+        Under global clipping, which drops the long ones, it is the other way round. The last
+        canary's is not a number.
         """
         if self.is_hostile:
             return np.resize(HOSTILE, self.num_canaries) * self.mechanism.max_grad_norm
-        relative = np.where(np.arange(self.num_canaries) % 10 == 9, SHORT, LONG)
+        is_tenth = np.arange(self.num_canaries) % 10 == 9
+        relative = np.where(is_tenth == (self.clipping == "global"), LONG, SHORT)
         relative[-1] = np.nan
         return relative * self.mechanism.max_grad_norm
 
@@ -93,10 +97,16 @@ class AuditSettings:
         """
         bound, norms = self.mechanism.max_grad_norm, np.abs(self.norms())
         norms[~np.isfinite(norms)] = 0.0
+        # A gradient is half in each of two layers, and nothing in a third: three blocks, or one.
+        num_equal, num_blocks = (1, 1) if self.clipping_style == "all-layer" else (2, 3)
+        part, bound_of_part = norms / math.sqrt(num_equal), bound / math.sqrt(num_blocks)
         if self.clipping == "automatic":
-            clipped = bound * norms / (norms + self.gamma)
+            clipped = bound_of_part * part / (part + self.gamma)
+        elif self.clipping == "global":
+            clipped = np.where(part <= bound_of_part, part, 0.0)
         else:
-            clipped = np.minimum(norms, bound)
+            clipped = np.minimum(part, bound_of_part)
+        clipped = clipped * math.sqrt(num_equal)
         if self.is_included is not None:
             clipped[~self.is_included] = 0.0
         return clipped / (self.mechanism.noise_multiplier * bound)
@@ -134,17 +144,16 @@ class CanaryModel(nn.Module):
         directions = np.zeros(num, np.int64) if settings.is_hostile else np.arange(num)
         self.register_buffer("scale_N", torch.from_numpy(settings.norms() / math.sqrt(2)).float())
         self.register_buffer("direction_N", torch.from_numpy(directions))
-        self.first = nn.Linear(num, 1, bias=False)
-        self.second = nn.Linear(num, 1, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(num, 1, bias=False) for _ in range(2)])
         self.silent = nn.Linear(_SILENT_SIDE, _SILENT_SIDE, bias=False)
 
     def forward(self, images_M3HW: Tensor, mask_uniforms: Tensor) -> Tensor:
-        """Loss of each picture, [M]."""
+        """Loss of each view of each picture, [M V]."""
         scale_N, direction_N = self.get_buffer("scale_N"), self.get_buffer("direction_N")
         numbers_M = numbers_of(images_M3HW, threshold=0.0).clamp(max=len(scale_N) - 1)
         rows_MN = images_M3HW.new_zeros(len(images_M3HW), len(scale_N))
         rows_MN.scatter_(1, direction_N[numbers_M, None], scale_N[numbers_M, None])
-        seen_M = (self.first(rows_MN) + self.second(rows_MN)).squeeze(1)
+        seen_M = (self.blocks[0](rows_MN) + self.blocks[1](rows_MN)).squeeze(1)
         return seen_M + self.silent(rows_MN.new_zeros(len(rows_MN), _SILENT_SIDE)).sum(1)
 
 
@@ -159,10 +168,12 @@ def phase_settings(settings: AuditSettings) -> PhaseSettings:
             "steps": mechanism.num_steps,
             "optimizer": {"learning_rate": 1.0},
             "microbatch_size": settings.microbatch_size,
+            "views_per_image": settings.views_per_image,
             "privacy": {
                 "noise_multiplier": mechanism.noise_multiplier,
                 "max_grad_norm": mechanism.max_grad_norm,
                 "clipping": settings.clipping,
+                "clipping_style": settings.clipping_style,
                 "gamma": settings.gamma,
                 "expected_batch_size": mechanism.expected_batch_size,
             },
@@ -220,6 +231,7 @@ def observe(
         num_steps=mechanism.num_steps if num_steps is None else num_steps,
         is_private=True,
         augment=False,
+        views_per_image=settings.views_per_image,
     )
     ranks = range(settings.world_size) if rank is None else [rank]
     streams = [
@@ -272,7 +284,7 @@ def _accumulate(
             raise DeliveryError(f"step {step}: the stream ended or brought another step's images")
         position, num_units = position + 1, unit.num_units
         images, weights = torch.from_numpy(unit.images), torch.from_numpy(unit.weights)
-        numbers = numbers_of(images, threshold=127.5)
+        numbers = numbers_of(images[:: settings.views_per_image], threshold=127.5)
         shown.append(numbers[weights > 0].numpy())
         if settings.is_included is not None:
             is_there = torch.from_numpy(settings.is_included)

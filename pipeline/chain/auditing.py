@@ -41,13 +41,16 @@ def audit_recipe(recipe: Recipe, console: Console, out: str | None, seed: int | 
         raise RecipeError(f"recipe {recipe.name!r} has no private phase: there is nothing to audit")
     results = {}
     for plan in plans:
-        privacy = recipe.phase(plan.name).privacy
+        phase = recipe.phase(plan.name)
+        privacy = phase.privacy
         assert plan.mechanism is not None and privacy is not None
         console.print(f"audit of phase {plan.name}", style="bold")
         results[plan.name] = audit_mechanism(
             plan.mechanism,
             clipping=privacy.clipping,
             gamma=privacy.gamma,
+            clipping_style=privacy.clipping_style,
+            views_per_image=phase.views_per_image,
             seed=seed,
             progress=lambda text: console.print(f"audit: {text}", style="dim"),
         )

@@ -28,7 +28,7 @@ from pipeline.plan import logical_batch_size
 from pipeline.privacy.ledger import Ledger
 from pipeline.privacy.sampling import record_uniforms
 from pipeline.privacy.statement import LineageStep, build_statement, statement_text
-from pipeline.recipe import Evaluation, Phase, Recipe
+from pipeline.recipe import Evaluation, Phase, Privacy, Recipe
 from pipeline.report.card import model_card
 from pipeline.report.facts import (
     MetricPoint,
@@ -225,6 +225,32 @@ def state(
             for name, manifest in layout.manifests().items()
             if manifest.visibility == "public"
         ],
+        clipping={
+            phase.name: clipping_in_words(phase, phase.privacy)
+            for phase in layout.recipe.phases
+            if phase.privacy is not None
+        },
+    )
+
+
+def clipping_in_words(phase: Phase, privacy: Privacy) -> str:
+    """How a private phase bounds what one image adds; the bound is the mechanism's clip."""
+    rules = {
+        "flat": "shortened to the clip where it is longer (flat)",
+        "automatic": f"scaled to almost the clip (automatic, gamma {privacy.gamma:g})",
+        "global": "dropped where it is longer than the clip (global)",
+    }
+    styles = {
+        "all-layer": "over all parameters at once (all-layer)",
+        "per-layer": "in every layer by itself, where the clip is that of the phase divided by the "
+        "square root of the number of layers (per-layer)",
+        "per-block": "in every block of layers by itself, where the clip is that of the phase "
+        "divided by the square root of the number of blocks (per-block)",
+    }
+    num_views = phase.views_per_image
+    mean = f" of its mean loss over {num_views} views" if num_views > 1 else ""
+    return (
+        f"an image's gradient{mean} is {rules[privacy.clipping]}, {styles[privacy.clipping_style]}"
     )
 
 

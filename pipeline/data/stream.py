@@ -57,6 +57,8 @@ class StreamConfig:
         num_steps: how many steps to deliver from there on.
         is_private: whether row counts are private facts; must be so for a Poisson plan.
         augment: random crop and flip, or else the central square.
+        views_per_image: V: every image comes in so many views, of which the first is what a stream
+            of one view brings.
         is_constant: every step has as many units as one of mean + CONSTANT_SDS standard deviations
             needs, so that the time of a step does not tell its realised size. A larger step (once
             in 1e9) has the units it needs: no record is ever left out for it.
@@ -74,10 +76,12 @@ class StreamConfig:
     num_steps: int
     is_private: bool
     augment: bool = True
+    views_per_image: int = 1
     is_constant: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "microbatch_size", "microbatches_per_unit", "image_size"):
+        counts = ("world_size", "microbatch_size", "microbatches_per_unit")
+        for name in (*counts, "image_size", "views_per_image"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("first_step", "num_steps"):
@@ -109,7 +113,8 @@ class Unit:
         step, unit, rank: which one it is; num_units: of this step, the same on every rank.
         record_ids: int64 [R], -1 = padding.
         weights: float32 [R], 0 for padding and for a record that does not decode, else 1.
-        images: uint8 [R, 3, S, S], zeros where the weight is 0.
+        images: uint8 [R V, 3, S, S], the V views of a row one after the other, zeros where its
+            weight is 0.
         labels: int64 [R], -1 where there is none.
     """
 
@@ -195,7 +200,7 @@ class _UnitBuilder:
             num_units=num_units_of_step(len(step_ids), config),
             record_ids=ids,
             weights=np.zeros(rows, np.float32),
-            images=np.zeros((rows, 3, size, size), np.uint8),
+            images=np.zeros((rows * config.views_per_image, 3, size, size), np.uint8),
             labels=np.full(rows, -1, np.int64),
         )
         num_real = int((ids >= 0).sum())
@@ -211,12 +216,19 @@ class _UnitBuilder:
         ids = unit.record_ids[chunk]
         uniforms = None
         if config.augment:
-            uniforms = record_uniforms(
-                config.augmentation_key,
-                unit.step,
-                ids,
-                purpose="crop",
-                num_values=images.NUM_CROP_UNIFORMS,
+            uniforms = np.stack(
+                [
+                    record_uniforms(
+                        config.augmentation_key,
+                        unit.step,
+                        ids,
+                        purpose="crop",
+                        num_values=images.NUM_CROP_UNIFORMS,
+                        view=view,
+                    )
+                    for view in range(config.views_per_image)
+                ],
+                axis=1,
             )
         pixels, is_decoded = views.read_views(
             reader,
@@ -224,8 +236,12 @@ class _UnitBuilder:
             image_size=config.image_size,
             crop_scale=config.crop_scale,
             crop_uniforms=uniforms,
+            views_per_image=config.views_per_image,
         )
-        unit.images[chunk] = pixels
+        views_of_chunk = slice(
+            chunk.start * config.views_per_image, chunk.stop * config.views_per_image
+        )
+        unit.images[views_of_chunk] = pixels
         unit.weights[chunk] = is_decoded
         unit.labels[chunk] = reader.store.labels(ids)
 

@@ -110,22 +110,25 @@ def read_views(
     crop_scale: tuple[float, float] = (0.2, 1.0),
     crop_uniforms: npt.NDArray[np.float64] | None = None,
     crop_fraction: float = 1.0,
+    views_per_image: int = 1,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """Views of some records.
+    """Views of some records; a record is read and decoded once, whatever the number of its views.
 
     Args:
         reader: of the dataset.
         record_ids: int64 [n], no padding.
         image_size: side S of the views.
         crop_scale: of a random crop.
-        crop_uniforms: float64 [n, NUM_CROP_UNIFORMS] for random crops and flips; None for the
+        crop_uniforms: float64 [n, V, NUM_CROP_UNIFORMS] for random crops and flips; None for the
             central square.
         crop_fraction: side of the central square as a share of the shorter side.
+        views_per_image: V.
 
     Returns:
-        images uint8 [n, 3, S, S] (zeros where a record does not decode), is_decoded bool [n].
+        images uint8 [n V, 3, S, S], the views of a record one after the other (zeros where it does
+        not decode), is_decoded bool [n].
     """
-    views = np.zeros((len(record_ids), 3, image_size, image_size), np.uint8)
+    views = np.zeros((len(record_ids), views_per_image, 3, image_size, image_size), np.uint8)
     is_decoded = np.zeros(len(record_ids), bool)
     for start in range(0, len(record_ids), ROWS_PER_CHUNK):
         ids = record_ids[start : start + ROWS_PER_CHUNK]
@@ -136,13 +139,14 @@ def read_views(
         images = pixels if isinstance(pixels, np.ndarray) else [p for p in pixels if p is not None]
         heights = np.array([image.shape[0] for image in images])
         widths = np.array([image.shape[1] for image in images])
-        if crop_uniforms is None:
-            boxes = center_boxes(heights, widths, crop_fraction)
-            flips = np.zeros(len(rows), bool)
-        else:
-            boxes, flips = random_crop_boxes(
-                heights, widths, crop_uniforms[start + rows], crop_scale
-            )
-        views[start + rows] = crop_and_resize(images, boxes, flips, image_size)
+        for view in range(views_per_image):
+            if crop_uniforms is None:
+                boxes = center_boxes(heights, widths, crop_fraction)
+                flips = np.zeros(len(rows), bool)
+            else:
+                boxes, flips = random_crop_boxes(
+                    heights, widths, crop_uniforms[start + rows, view], crop_scale
+                )
+            views[start + rows, view] = crop_and_resize(images, boxes, flips, image_size)
         is_decoded[start + rows] = True
-    return views, is_decoded
+    return views.reshape(-1, 3, image_size, image_size), is_decoded

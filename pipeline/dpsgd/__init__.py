@@ -19,10 +19,22 @@ Usable alone, on any torch model that gives one loss per image:
         released.assign(model)                              # sets .grad
         optimizer.step()
 
+`ClippedGradientSum(model, clipping, blocks=per_block(model))` clips every transformer block apart;
+the sensitivity stays the clipper's. Several views of an image count as one image if its loss is the
+mean of theirs: the leading dimension of what the model reads may be a multiple of the losses.
+
 What epsilon this gives depends on how the microbatches of a step were drawn (Poisson sampling) and
 on the key of the noise; both belong to the caller.
 """
 
+from pipeline.dpsgd.blocks import (
+    ParameterBlocks,
+    all_layer,
+    by_prefix,
+    make_blocks,
+    per_block,
+    per_layer,
+)
 from pipeline.dpsgd.clipping import (
     AutomaticClipping,
     Clipping,
@@ -52,14 +64,20 @@ __all__ = [
     "GlobalClipping",
     "NoiseAhead",
     "NoiseSource",
+    "ParameterBlocks",
     "ParameterLayout",
     "PerImage",
     "PublicGradient",
     "ReferenceSum",
     "ReleasedGradient",
     "UnsupportedOperationError",
+    "all_layer",
+    "by_prefix",
+    "make_blocks",
     "make_clipping",
     "mix",
+    "per_block",
+    "per_layer",
     "public_gradient",
     "rank_slice",
     "reference_clipped_sum",

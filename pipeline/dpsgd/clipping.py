@@ -1,7 +1,8 @@
 """From an image's gradient norm to the factor its gradient is multiplied by.
 
 The sum of clipped gradients is what gets noise; its *sensitivity*, the most that one image can add
-to it, is stated by the clipper and never typed by hand.
+to it, is stated by the clipper and never typed by hand. Where a gradient is clipped in K blocks
+(`blocks.py`), each block has a clipper of its own, `of_blocks(K)`: R / sqrt(K) each are R together.
 
 Source: flat clipping: Abadi et al., arXiv 1607.00133, Algorithm 1. Automatic clipping: Bu et al.,
 arXiv 2206.07136, Theorem 1. Global clipping: Bu et al., arXiv 2106.07830, section 3.
@@ -10,7 +11,7 @@ arXiv 2206.07136, Theorem 1. Global clipping: Bu et al., arXiv 2106.07830, secti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,7 +30,12 @@ class Clipping(Protocol):
         ...
 
     def factors(self, norms_M: Tensor) -> Tensor:
-        """The factor of each image, [M], in the dtype of the norms."""
+        """The factor of each norm, in the shape and dtype of the norms, each by itself."""
+        ...
+
+    def of_blocks(self, num_blocks: int) -> Clipping:
+        """The clipper of each of K blocks: K gradients that it has clipped, side by side, are
+        never longer than this clipper's sensitivity."""
         ...
 
 
@@ -37,6 +43,13 @@ def _check_positive(field: str, value: float, *, may_be_infinite: bool = False) 
     if math.isnan(value) or value <= 0 or (math.isinf(value) and not may_be_infinite):
         allowed = "greater than 0" + ("" if may_be_infinite else " and finite")
         raise ValueError(f"{field} must be {allowed}, not {value}")
+
+
+def _share(max_grad_norm: float, num_blocks: int) -> float:
+    """The bound of each of K blocks: K of them side by side have the length max_grad_norm."""
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
+    return max_grad_norm / math.sqrt(num_blocks)
 
 
 def _normal_or_zero(factors_M: Tensor) -> Tensor:
@@ -73,9 +86,13 @@ class FlatClipping:
         return self.max_grad_norm
 
     def factors(self, norms_M: Tensor) -> Tensor:
-        """min(1, R / n) for every norm, [M]."""
+        """min(1, R / n) for every norm."""
         factors_M = (self.max_grad_norm * MARGIN / norms_M).clamp_max(1.0)
         return _normal_or_zero(factors_M)
+
+    def of_blocks(self, num_blocks: int) -> FlatClipping:
+        """The same, with max_grad_norm / sqrt(K)."""
+        return replace(self, max_grad_norm=_share(self.max_grad_norm, num_blocks))
 
 
 @dataclass(frozen=True)
@@ -109,8 +126,12 @@ class AutomaticClipping:
         return self.max_grad_norm
 
     def factors(self, norms_M: Tensor) -> Tensor:
-        """R / (n + gamma) for every norm, [M]."""
+        """R / (n + gamma) for every norm."""
         return _normal_or_zero(self.max_grad_norm * MARGIN / (norms_M + self.gamma))
+
+    def of_blocks(self, num_blocks: int) -> AutomaticClipping:
+        """The same, with max_grad_norm / sqrt(K)."""
+        return replace(self, max_grad_norm=_share(self.max_grad_norm, num_blocks))
 
 
 @dataclass(frozen=True)
@@ -141,8 +162,12 @@ class GlobalClipping:
         return self.max_grad_norm
 
     def factors(self, norms_M: Tensor) -> Tensor:
-        """1 where the norm is within the bound, else 0, [M]."""
+        """1 where the norm is within the bound, else 0."""
         return (norms_M <= self.max_grad_norm * MARGIN).to(norms_M.dtype)
+
+    def of_blocks(self, num_blocks: int) -> GlobalClipping:
+        """The same, with max_grad_norm / sqrt(K)."""
+        return replace(self, max_grad_norm=_share(self.max_grad_norm, num_blocks))
 
 
 def make_clipping(name: str, max_grad_norm: float, gamma: float = 0.01) -> Clipping:

@@ -1,4 +1,4 @@
-# ruff: noqa: N815 - names carry the shape of their tensor
+# ruff: noqa: N802, N815 - names carry the shape of their tensor
 """Clipped per-image gradient sums in one forward and one backward.
 
 The forward runs under a watch (`tracing.py`) that sends every use of a trainable parameter to a
@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeline.dpsgd.blocks import ParameterBlocks, all_layer, only_block
 from pipeline.dpsgd.clipping import MARGIN, Clipping
 from pipeline.dpsgd.independence import IndependenceCheck
 from pipeline.dpsgd.layer_rules import RULE_BOOK, lift
@@ -40,17 +41,24 @@ from pipeline.dpsgd.tracing import ParameterTrace
 
 @dataclass(frozen=True, kw_only=True)
 class PerImage:
-    """Facts about every image of a microbatch, each [M]. They are PRIVATE: never publish them.
+    """Facts about every image of a microbatch, [M] or [M, K]. They are PRIVATE: never publish them.
 
     Args:
         losses_M: the loss.
         norms_M: the norm of the gradient over all trainable parameters.
-        factors_M: what the gradient was multiplied by; exactly 0 where the image was left out.
+        block_norms_MK: its norm over the parameters of each of the K blocks.
+        block_factors_MK: what each block was multiplied by; exactly 0 where the image was left out.
     """
 
     losses_M: Tensor
     norms_M: Tensor
-    factors_M: Tensor
+    block_norms_MK: Tensor
+    block_factors_MK: Tensor
+
+    @property
+    def factors_M(self) -> Tensor:
+        """What the whole gradient was multiplied by, where it is one block; else ValueError."""
+        return only_block(self.block_factors_MK)
 
 
 class ClippedGradientSum:
@@ -67,6 +75,8 @@ class ClippedGradientSum:
     Args:
         model: a module, or (name, parameter) pairs. Parameters without requires_grad are constants.
         clipping: from norms to factors; states the sensitivity of the sum.
+        blocks: the parameters that are clipped together (`blocks.py`); all of them where not given.
+            With K blocks each is clipped by `clipping.of_blocks(K)`: the sensitivity is the same.
         mode: how a layer's norm is found: "ghost" (Gram matrices), "direct" (the gradient of every
             image) or "auto" (the cheaper one, by `flops_per_byte`).
         flops_per_byte: the machine's balance: floating-point operations in the time of one byte.
@@ -74,17 +84,18 @@ class ClippedGradientSum:
             and refuse the model if the loss of one image reaches another image's activations.
 
     Raises:
-        ValueError: no trainable parameter; mixed dtypes or devices; an unknown mode.
+        ValueError: no trainable parameter; mixed dtypes or devices; an unknown mode; blocks that
+            are not of this model's trainable parameters.
 
     Guarantees:
         1. Equal to the definition: `reference_clipped_sum`, to 1e-10 in float64
            (tests/dpsgd/test_engine.py).
         2. Fails closed: a use of a trainable parameter that has no rule raises, naming both, before
            anything is added (tests/guarantees/test_fails_closed.py).
-        3. What one image adds has norm <= clipping.sensitivity, in fp32, TF32 and bf16
-           (tests/guarantees/test_sensitivity.py).
-        4. An image with weight 0, or whose loss or norm is not finite, adds exactly 0 and changes
-           no other image's part (tests/guarantees/test_not_finite.py).
+        3. What one image adds has norm <= clipping.sensitivity, in fp32, TF32 and bf16, however
+           many blocks there are (tests/guarantees/test_sensitivity.py, test_block_sensitivity.py).
+        4. An image with weight 0, or whose loss or norm (of any block) is not finite, adds exactly
+           0 and changes no other image's part (tests/guarantees/test_not_finite.py).
         5. An image's part does not depend on the other images of its microbatch
            (tests/guarantees/test_images_are_independent.py).
     """
@@ -94,6 +105,7 @@ class ClippedGradientSum:
         model: Trainable,
         clipping: Clipping,
         *,
+        blocks: ParameterBlocks | None = None,
         mode: str = "auto",
         flops_per_byte: float = 8.0,
         checks_independence: bool = True,
@@ -102,6 +114,8 @@ class ClippedGradientSum:
             model = list(model)
         self.clipping = clipping
         self.layout = ParameterLayout.of(model)
+        self._blocks = (all_layer(model) if blocks is None else blocks).places(self.layout)
+        self._block_of = {place: k for k, places in enumerate(self._blocks) for place in places}
         self._model = model
         self._parameters = tuple(trainable_parameters(model).values())
         self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte)
@@ -222,23 +236,35 @@ class ClippedGradientSum:
         is_wanted_M: Tensor,
     ) -> PerImage:
         """From norms to factors to the weighted sum."""
-        norms_M = _whole_norms([squares for _, squares in found.values()], weights_M)
-        is_kept_M = is_wanted_M & torch.isfinite(norms_M)
-        factors_M = torch.where(
-            is_kept_M, self.clipping.factors(norms_M) * weights_M, torch.zeros_like(norms_M)
+        of_blocks = [
+            [found[place][1] for place in places if place in found] for places in self._blocks
+        ]
+        norms_MK = torch.stack([_whole_norms(block, weights_M) for block in of_blocks], dim=1)
+        is_kept_M = is_wanted_M & torch.isfinite(norms_MK).all(dim=1)
+        clipping = self.clipping.of_blocks(len(self._blocks))
+        factors_MK = torch.where(
+            is_kept_M.unsqueeze(1),
+            clipping.factors(norms_MK) * weights_M.unsqueeze(1),
+            torch.zeros_like(norms_MK),
         )
-        image_weights = ImageWeights.of(factors_M, is_kept_M)
-        if not image_weights.keeps_none:
+        weights_of = [ImageWeights.of(factors_M, is_kept_M) for factors_M in factors_MK.unbind(1)]
+        if not weights_of[0].keeps_none:
             for place in list(found):
                 gradients, _ = found.pop(place)  # and let it go
                 start = self.layout.offsets[place]
                 stop = start + self._parameters[place].numel()
-                gradients.add_weighted_sum(image_weights, self.flat_sum[start:stop])
-        return PerImage(losses_M=losses_M, norms_M=norms_M, factors_M=factors_M)
+                weights = weights_of[self._block_of[place]]
+                gradients.add_weighted_sum(weights, self.flat_sum[start:stop])
+        return PerImage(
+            losses_M=losses_M,
+            norms_M=norms_MK.double().square().sum(dim=1).sqrt().to(norms_MK.dtype),
+            block_norms_MK=norms_MK,
+            block_factors_MK=factors_MK,
+        )
 
 
 def _whole_norms(squares: Sequence[Squares], like_M: Tensor) -> Tensor:
-    """The norm of every image's gradient over all parameters, never too small, [M].
+    """The norm of every image's gradient over all parameters of a block, never too small, [M].
 
     Where cancellation may have hidden more than the clippers' margin, what it may have hidden is
     added: such an image is clipped a little too much.

@@ -1,7 +1,7 @@
-# ruff: noqa: N815 - names carry the shape of their tensor
+# ruff: noqa: N802, N815 - names carry the shape of their tensor
 """The clipped gradient sum, slow and obvious: what the engine must equal.
 
-One ordinary backward per image in float64; then norm, factor and sum, as the definition says.
+One ordinary backward per image in float64; then norms, factors and sum, as the definition says.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline.dpsgd.blocks import ParameterBlocks, all_layer, only_block
 from pipeline.dpsgd.clipping import Clipping
 from pipeline.dpsgd.layout import ParameterLayout, Trainable, trainable_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSum:
-    """The sum, and the private facts of every image (M images, P coordinates)."""
+    """The sum, and the private facts of every image (M images, P coordinates, K blocks)."""
 
     flat_sum_P: Tensor
     gradients_MP: Tensor
     losses_M: Tensor
     norms_M: Tensor
-    factors_M: Tensor
+    block_norms_MK: Tensor
+    block_factors_MK: Tensor
+
+    @property
+    def factors_M(self) -> Tensor:
+        """What the whole gradient was multiplied by, where it is one block; else ValueError."""
+        return only_block(self.block_factors_MK)
 
 
 def reference_clipped_sum(
@@ -33,8 +40,12 @@ def reference_clipped_sum(
     num_images: int,
     clipping: Clipping,
     weights: Tensor | None = None,
+    *,
+    blocks: ParameterBlocks | None = None,
 ) -> ReferenceSum:
     """sum_i w_i c_i g_i, where g_i is the gradient of image i's loss over all parameters.
+
+    With K blocks g_i is cut into K pieces, and each has its own factor.
 
     Args:
         model: a module or (name, parameter) pairs, best in float64.
@@ -42,11 +53,14 @@ def reference_clipped_sum(
         num_images: M.
         clipping: from norms to factors.
         weights: w_i, [M]; 1 where not given.
+        blocks: the parameters that are clipped together; all of them where not given.
 
     Returns:
-        The sum in the layout's order, float64. An image with weight 0, or whose loss or norm is
-        not finite, adds nothing; its factor is 0.
+        The sum in the layout's order, float64. An image with weight 0, or whose loss or norm (of
+        any block) is not finite, adds nothing; its factors are 0.
     """
+    if not isinstance(model, nn.Module):
+        model = list(model)
     layout = ParameterLayout.of(model)
     parameters = tuple(trainable_parameters(model).values())
     device = parameters[0].device
@@ -62,21 +76,37 @@ def reference_clipped_sum(
         for gradient, view in zip(gradients, views, strict=True):
             if gradient is not None:
                 view.copy_(gradient)
-    norms_M = gradients_MP.square().sum(dim=1).sqrt()
-    factors_M = clipping.factors(norms_M)
+    block_of_P = _block_of_coordinates(layout, all_layer(model) if blocks is None else blocks)
+    num_blocks = int(block_of_P.max()) + 1
+    norms_MK = torch.zeros(num_images, num_blocks, dtype=torch.float64, device=device)
+    factors_MK = torch.zeros_like(norms_MK)
+    for k in range(num_blocks):
+        norms_MK[:, k] = gradients_MP[:, block_of_P == k].square().sum(dim=1).sqrt()
+        factors_MK[:, k] = clipping.of_blocks(num_blocks).factors(norms_MK[:, k])
     flat_sum_P = torch.zeros_like(gradients_MP[0])
     for image in range(num_images):
         weight = 1.0 if weights is None else float(weights[image])
-        usable = bool(torch.isfinite(losses_M[image]) & torch.isfinite(norms_M[image]))
+        usable = bool(torch.isfinite(losses_M[image]) & torch.isfinite(norms_MK[image]).all())
         if weight == 0.0 or not usable:
-            factors_M[image] = 0.0
+            factors_MK[image] = 0.0
             continue
-        factors_M[image] *= weight
-        flat_sum_P += factors_M[image] * gradients_MP[image]
+        factors_MK[image] *= weight
+        flat_sum_P += factors_MK[image, block_of_P] * gradients_MP[image]
     return ReferenceSum(
         flat_sum_P=flat_sum_P,
         gradients_MP=gradients_MP,
         losses_M=losses_M,
-        norms_M=norms_M,
-        factors_M=factors_M,
+        norms_M=gradients_MP.square().sum(dim=1).sqrt(),
+        block_norms_MK=norms_MK,
+        block_factors_MK=factors_MK,
     )
+
+
+def _block_of_coordinates(layout: ParameterLayout, blocks: ParameterBlocks) -> Tensor:
+    """The number of the block that holds each coordinate, [P]."""
+    block_of_P = torch.zeros(layout.num_coordinates, dtype=torch.int64)
+    views = layout.views(block_of_P)
+    for k, names in enumerate(blocks.members.values()):
+        for name in names:
+            views[name].fill_(k)
+    return block_of_P

@@ -80,6 +80,7 @@ def build_statement(
     hyperparameter_search: HyperparameterSearch,
     public_data: Sequence[str] = (),
     labels_covered: bool = True,
+    clipping: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns the statement of one model over one privacy domain, as JSON-able fields.
 
@@ -91,6 +92,8 @@ def build_statement(
         hyperparameter_search: what the choice of hyper-parameters looked at.
         public_data: one sentence per public data set: its name and origin.
         labels_covered: whether labels are part of the protected record.
+        clipping: how each phase of `run` bounds what a record adds, one sentence a phase, from the
+            run's recipe; the bound itself is the ledger's.
 
     Raises:
         LedgerError: if the ledger does not verify, does not name the weights as those of the
@@ -162,6 +165,9 @@ def build_statement(
                 "num_charged_steps": account.num_charged_steps,
                 "num_attempts": len(account.attempts),
                 "ended": account.finished or "not recorded",
+                "clipping": (clipping or {}).get(step.phase, "not stated")
+                if step.run == run
+                else f"as the recipe of run {step.run} says",
                 "mechanism": account.mechanism.to_json(),
                 "mechanism_sha256": account.mechanism.digest(),
             }
@@ -234,6 +240,7 @@ def statement_text(statement: Mapping[str, Any]) -> str:
             f"{phase['num_charged_steps']:,} in "
             f"{phase['num_attempts']} attempt(s) | {m['delta']:.4g} |"
         )
+    lines += ["", *(f"- Clipping in {p['phase']}: {p['clipping']}." for p in statement["phases"])]
     for title, name in (
         ("Who is trusted", "trusted"),
         ("What is not covered", "not_covered"),

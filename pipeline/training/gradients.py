@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipeline.dpsgd.blocks import make_blocks
 from pipeline.dpsgd.clipping import make_clipping
 from pipeline.dpsgd.engine import ClippedGradientSum
 from pipeline.dpsgd.layout import ParameterLayout, trainable_parameters
@@ -37,7 +38,13 @@ class GradientSource(Protocol):
         """Start a logical step."""
 
     def accumulate(self, images: Tensor, mask_uniforms: Tensor, weights: Tensor) -> None:
-        """Add a microbatch: images [M,3,H,W], mask uniforms [M,T], weights [M] (0 = padding)."""
+        """Add a microbatch of M images in V views each, the views of an image in a row.
+
+        Args:
+            images: the views, [M V, 3, H, W].
+            mask_uniforms: one row a view, [M V, T].
+            weights: one an image, [M]; 0 = padding.
+        """
 
     def finish_step(self, step: int) -> ReleasedGradient | PublicGradient:
         """The step's gradient, the same on every rank."""
@@ -74,7 +81,9 @@ class PrivateGradients:
         self._model, self._settings, self._log = model, settings, log
         self._mechanism = mechanism
         self._clipping = make_clipping(privacy.clipping, privacy.max_grad_norm, privacy.gamma)
-        self._sums = ClippedGradientSum(model, self._clipping)
+        self._sums = ClippedGradientSum(
+            model, self._clipping, blocks=make_blocks(privacy.clipping_style, model)
+        )
         self._divisor = settings.batch_size
         self._noise = NoiseAhead(KeyedNoise(noise_key=key.noise_key()))
         mechanism.require(
@@ -93,11 +102,10 @@ class PrivateGradients:
         """Add the clipped gradients of a microbatch."""
 
         def losses() -> Tensor:
-            with _autocast(self._settings, images.device):
-                return self._model(images, mask_uniforms)
+            return _losses_of_images(self._model, images, mask_uniforms, self._settings)
 
         facts = self._sums.accumulate(losses, weights)
-        self._log.observe(facts.losses_M, facts.norms_M, weights)
+        self._log.observe(facts.losses_M, facts.block_norms_MK, weights)
 
     def finish_step(self, step: int) -> ReleasedGradient:
         """Reduce, add the noise once, divide by B."""
@@ -143,8 +151,7 @@ class PublicGradients:
 
     def accumulate(self, images: Tensor, mask_uniforms: Tensor, weights: Tensor) -> None:
         """Add the gradients of a microbatch."""
-        with _autocast(self._settings, images.device):
-            losses = self._model(images, mask_uniforms)
+        losses = _losses_of_images(self._model, images, mask_uniforms, self._settings)
         total = (losses.float() * weights).sum()
         total.backward()
         self._loss_sum += float(total.detach())
@@ -175,6 +182,11 @@ class PublicGradients:
         """Nothing runs in the background."""
 
 
-def _autocast(settings: PhaseSettings, device: torch.device) -> torch.autocast:
+def _losses_of_images(
+    model: MaskedAutoencoder, images: Tensor, mask_uniforms: Tensor, settings: PhaseSettings
+) -> Tensor:
+    """The loss of each image, the mean over its V views, [M]; each view's is computed alone."""
     is_bf16 = settings.phase.precision == "bfloat16"
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16)
+    with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=is_bf16):
+        losses = model(images, mask_uniforms)
+    return losses.view(-1, settings.phase.views_per_image).mean(1)

@@ -9,6 +9,7 @@ the private log and nowhere else.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -97,15 +98,21 @@ class PrivateLog:
             os.fchmod(descriptor, 0o600)
             self._stream = os.fdopen(descriptor, "a")
         self._losses: list[Tensor] = []
-        self._norms: list[Tensor] = []
+        self._block_norms: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._started = time.monotonic()
 
-    def observe(self, losses: Tensor, norms: Tensor, weights: Tensor) -> None:
-        """Keep what one microbatch showed; nothing is read back from the device here."""
+    def observe(self, losses: Tensor, block_norms: Tensor, weights: Tensor) -> None:
+        """Keep what one microbatch of M images showed; nothing is read back from the device here.
+
+        Args:
+            losses: [M].
+            block_norms: of every block that is clipped by itself, [M, K].
+            weights: [M]; 0 = padding.
+        """
         if self._stream is not None:
             self._losses.append(losses.detach())
-            self._norms.append(norms.detach())
+            self._block_norms.append(block_norms.detach())
             self._weights.append(weights.detach())
 
     def end_step(self, step: int, max_grad_norm: float) -> None:
@@ -114,18 +121,22 @@ class PrivateLog:
             return
         line: dict[str, Any] = {"step": step, "seconds": time.monotonic() - self._started}
         weights = _joined(self._weights)
-        losses, norms = _joined(self._losses)[weights > 0], _joined(self._norms)[weights > 0]
+        losses = _joined(self._losses)[weights > 0]
+        num_blocks = self._block_norms[0].shape[1] if self._block_norms else 1
+        block_norms = _joined(self._block_norms).reshape(-1, num_blocks)[weights > 0]
+        norms = np.sqrt(np.square(block_norms).sum(axis=1))
         finite = np.isfinite(losses) & np.isfinite(norms)
         line |= {"num_images": len(losses), "num_not_finite": int((~finite).sum())}
         if finite.any():
+            bound = max_grad_norm / math.sqrt(num_blocks)
             line |= {
                 "loss": float(losses[finite].mean()),
                 "norm_quartiles": np.quantile(norms[finite], [0.25, 0.5, 0.75]).tolist(),
-                "clipped_fraction": float((norms[finite] > max_grad_norm).mean()),
+                "clipped_fraction": float((block_norms[finite] > bound).mean()),
             }
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
-        self._losses, self._norms, self._weights = [], [], []
+        self._losses, self._block_norms, self._weights = [], [], []
         self._started = time.monotonic()
 
     def write(self, **facts: Any) -> None:

@@ -247,6 +247,7 @@ class _OpenPhase:
                 num_steps=settings.phase.steps - self.state.step,
                 is_private=mechanism is not None,
                 augment=settings.phase.augment,
+                views_per_image=settings.phase.views_per_image,
                 is_constant=settings.phase.constant_microbatches,
             )
         )
@@ -379,20 +380,30 @@ class _OpenPhase:
 
     def _accumulate(self, unit: Unit) -> None:
         """Feed a unit to the gradient source, one microbatch at a time."""
-        size, device = self.settings.phase.microbatch_size, self.ranks.device
-        for start in range(0, len(unit.record_ids), size):
-            rows = slice(start, start + size)
-            uniforms = record_uniforms(
-                self.augmentation_key,
-                unit.step,
-                unit.record_ids[rows],
-                "mask",
-                num_values=self.model.num_patches,
-            )
-            images = torch.from_numpy(unit.images[rows]).to(device)
+        phase, device = self.settings.phase, self.ranks.device
+        for start in range(0, len(unit.record_ids), phase.microbatch_size):
+            rows = slice(start, start + phase.microbatch_size)
+            views = slice(rows.start * phase.views_per_image, rows.stop * phase.views_per_image)
+            uniforms = self._mask_uniforms(unit.step, unit.record_ids[rows])
+            images = torch.from_numpy(unit.images[views]).to(device)
             weights = torch.from_numpy(unit.weights[rows]).to(device)
             mask_uniforms = torch.from_numpy(uniforms).to(device)
             self.gradients.accumulate(normalise_images(images), mask_uniforms, weights)
+
+    def _mask_uniforms(self, step: int, record_ids: np.ndarray) -> np.ndarray:
+        """Uniforms of each view's mask, [n V, T], the views of a record one after the other."""
+        of_views = [
+            record_uniforms(
+                self.augmentation_key,
+                step,
+                record_ids,
+                "mask",
+                num_values=self.model.num_patches,
+                view=view,
+            )
+            for view in range(self.settings.phase.views_per_image)
+        ]
+        return np.stack(of_views, axis=1).reshape(-1, self.model.num_patches)
 
     def _check_delivery(self, step: int, delivered: np.ndarray) -> None:
         """Exactly-once delivery, proved over all ranks."""

@@ -92,6 +92,35 @@ def norms_as(factor: float) -> Fault:
     return plant
 
 
+def blocks_without_sqrt(patch: Patch) -> None:
+    """Each of K blocks is clipped to max_grad_norm."""
+    patch.setattr(clipping, "_share", lambda max_grad_norm, num_blocks: max_grad_norm)
+
+
+def factors_of_another_block(patch: Patch) -> None:
+    """A block gets the factor of the one before it."""
+    of = engine.ClippedGradientSum.__init__
+
+    def made(self: ClippedGradientSum, *given: Any, **options: Any) -> None:
+        of(self, *given, **options)
+        num_blocks = len(self._blocks)
+        self._block_of = {place: (k - 1) % num_blocks for place, k in self._block_of.items()}
+
+    patch.setattr(ClippedGradientSum, "__init__", made)
+
+
+def views_clipped_one_by_one(patch: Patch) -> None:
+    """Each view is an image of its own for the clip."""
+
+    def accumulate(self: Any, images: Any, mask_uniforms: Any, weights: torch.Tensor) -> None:
+        num_views = self._settings.phase.views_per_image
+        self._sums.accumulate(
+            lambda: self._model(images, mask_uniforms), weights.repeat_interleave(num_views)
+        )
+
+    patch.setattr(gradients.PrivateGradients, "accumulate", accumulate)
+
+
 def nan_through_the_clip(patch: Patch) -> None:
     def accumulate(self: ClippedGradientSum, losses: Any, weights: Any = None) -> Any:
         facts = _accumulate(self, losses, weights)

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import FAULTS
+from faults import (
+    FAULTS,
+    blocks_without_sqrt,
+    factors_of_another_block,
+    views_clipped_one_by_one,
+)
 
 import pipeline.audit
 from pipeline.audit import AuditSettings, CheckResult, check_observation, check_step, observe
@@ -49,9 +54,27 @@ def test_the_honest_step_passes(first: int) -> None:
         assert not failed, f"seed {seed}"
 
 
-@pytest.mark.parametrize("clipping", ["flat", "automatic"])
-def test_the_honest_step_passes_every_kind_of_check(clipping: str) -> None:
-    assert [c for c in everything(replace(SETTINGS, clipping=clipping)) if not c.passed] == []
+@pytest.mark.parametrize(
+    ("clipping", "clipping_style", "views_per_image"),
+    [
+        ("flat", "all-layer", 1),
+        ("automatic", "all-layer", 1),
+        ("global", "all-layer", 1),
+        ("flat", "per-layer", 1),
+        ("automatic", "per-block", 3),
+        ("global", "per-block", 1),
+    ],
+)
+def test_the_honest_step_passes_every_kind_of_check(
+    clipping: str, clipping_style: str, views_per_image: int
+) -> None:
+    settings = replace(
+        SETTINGS,
+        clipping=clipping,
+        clipping_style=clipping_style,
+        views_per_image=views_per_image,
+    )
+    assert [c for c in everything(settings) if not c.passed] == []
 
 
 CAUGHT: dict[str, list[str]] = {}
@@ -64,6 +87,24 @@ def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
     assert names, f"no check notices: {fault}"
     # These two draw keys of the operating system: where others notice, whether they do is chance.
     CAUGHT[fault] = [name for name in names if name not in ("attempts", "steps")] or names
+
+
+BLOCK_FAULTS = {
+    "every block clipped to the whole bound": blocks_without_sqrt,
+    "the factor of another block": factors_of_another_block,
+    "views clipped one by one and added": views_clipped_one_by_one,
+}
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("fault", BLOCK_FAULTS)
+def test_faults_of_blocks_and_views_are_caught(
+    fault: str, clipping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BLOCK_FAULTS[fault](monkeypatch)
+    settings = replace(SETTINGS, clipping=clipping, clipping_style="per-block", views_per_image=2)
+    names = [check.name for check in everything(settings) if not check.passed]
+    assert "contribution" in names
 
 
 @pytest.mark.parametrize("fault", ["rate x 1.1", "batches truncated at B", "noise x 0.99"])

@@ -17,9 +17,11 @@ import torch
 from phase_fixtures import write_images
 from small_recipe import dp_pretrain, write_small_recipe
 
+from pipeline.chain.results import clipping_in_words
 from pipeline.privacy.accountant import epsilon_of
 from pipeline.privacy.composition import epsilon_of_charges, worst_cases
 from pipeline.privacy.ledger import BudgetExceeded, Ledger
+from pipeline.recipe import load_recipe
 from pipeline.storage import Location
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,19 @@ ROOT = Path(__file__).parents[2]
 def recipe(tmp_path: Path) -> Path:
     """A recipe of seconds: synthetic warm-up, private phase, probe."""
     return write_small_recipe(tmp_path)
+
+
+def test_clipping_in_words() -> None:
+    phase = load_recipe(ROOT / "jobs" / "recipes" / "demo.yaml").phase("private")
+    for clipping, style, num_views in (("global", "per-layer", 1), ("flat", "per-block", 4)):
+        assert phase.privacy is not None
+        told = {"clipping": clipping, "clipping_style": style}
+        privacy = phase.privacy.model_copy(update=told)
+        views = phase.model_copy(update={"views_per_image": num_views})
+        words = clipping_in_words(views, privacy)
+        assert f"({clipping})" in words and f"({style})" in words
+        assert "square root of the number of" in words
+        assert ("of its mean loss over 4 views" in words) == (num_views == 4)
 
 
 def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
@@ -47,6 +62,10 @@ def test_a_whole_run_and_its_second_call(recipe: Path, tmp_path: Path) -> None:
     mechanism = statement["phases"][0]["mechanism"]
     assert mechanism["num_records"] >= 190 and mechanism["expected_batch_size"] == 20
     assert statement["phases"][0]["num_charged_steps"] == 8
+    assert statement["phases"][0]["clipping"] == (
+        "an image's gradient is scaled to almost the clip (automatic, gamma 0.01), over all "
+        "parameters at once (all-layer)"
+    )
     assert 0 < statement["epsilon"]["this_model"]["value"] <= 8
     ledger = Ledger(str(tmp_path / "storage" / "domains"), "small-domain")
     ledger.verify(weights_digest=statement["weights_sha256"])

@@ -87,6 +87,27 @@ def test_central_views_without_augmentation(private_store: ShardStore) -> None:
         assert is_decoded.all() and (unit.images[: len(real)] == views).all()
 
 
+def test_views_without_augmentation_are_equal(private_store: ShardStore) -> None:
+    """They still differ in their masks, which the model's side draws."""
+    one = thread_pool_units(config_of(private_store, augment=False))
+    three = thread_pool_units(config_of(private_store, augment=False, views_per_image=3))
+    for single, several in zip(one, three, strict=True):
+        assert (several.images == np.repeat(single.images, 3, axis=0)).all()
+        assert (several.record_ids == single.record_ids).all()
+        assert (several.weights == single.weights).all()
+
+
+def test_records_are_decoded_once_for_all_views(private_store: ShardStore, monkeypatch) -> None:
+    read: list[int] = []
+    decode = PixelReader.read
+    monkeypatch.setattr(
+        PixelReader, "read", lambda self, ids: (read.append(len(ids)), decode(self, ids))[1]
+    )
+    units = list(thread_pool_units(config_of(private_store, views_per_image=5)))
+    assert sum(read) == sum((unit.record_ids >= 0).sum() for unit in units)
+    assert all(unit.images.shape == (8 * 5, 3, 24, 24) for unit in units)
+
+
 def test_public_phases_use_the_same_stream(public_store: ShardStore) -> None:
     plan = ShufflePlan(key=KEY, num_records=public_store.num_records, batch_size=20)
     config = config_of(public_store, plan=plan, is_private=False, num_steps=6)
@@ -148,6 +169,7 @@ def test_config_hides_its_keys_and_is_picklable(private_store: ShardStore) -> No
     ("changes", "message"),
     [
         ({"world_size": 0}, "world_size"),
+        ({"views_per_image": 0}, "views_per_image"),
         ({"microbatch_size": 0}, "microbatch_size"),
         ({"num_steps": -1}, "num_steps"),
         ({"crop_scale": (0.0, 1.0)}, "crop_scale"),

@@ -29,7 +29,9 @@ from pipeline.privacy.sampling import PoissonPlan, checksum
 NUM_STEPS = 12
 
 
-def config_of(store: ShardStore, world_size: int, num_steps: int = NUM_STEPS) -> StreamConfig:
+def config_of(
+    store: ShardStore, world_size: int, num_steps: int = NUM_STEPS, views_per_image: int = 1
+) -> StreamConfig:
     return StreamConfig(
         plan=PoissonPlan(key=b"s" * 32, num_records=240, sampling_probability=0.15),
         store_root=str(store.root),
@@ -40,6 +42,7 @@ def config_of(store: ShardStore, world_size: int, num_steps: int = NUM_STEPS) ->
         image_size=16,
         num_steps=num_steps,
         is_private=True,
+        views_per_image=views_per_image,
     )
 
 
@@ -136,11 +139,11 @@ def units_as_they_come(iterator, config: StreamConfig, rank: int) -> Iterator[Un
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "views_per_image"), [(2, 1), (3, 1), (2, 3)])
 def test_ray_delivers_the_plan_and_the_same_bits(
-    ray_local, private_store: ShardStore, world_size: int
+    ray_local, private_store: ShardStore, world_size: int, views_per_image: int
 ) -> None:
-    config = config_of(private_store, world_size)
+    config = config_of(private_store, world_size, views_per_image=views_per_image)
     ranks = collect(config)
     assert wrong_steps(config, ranks) == []
     for rank, units in enumerate(ranks):

@@ -24,7 +24,7 @@ def jpegs(num: int) -> list[bytes]:
     ]
 
 
-def units_of(store: ShardStore) -> list[Unit]:
+def units_of(store: ShardStore, views_per_image: int = 1) -> list[Unit]:
     config = StreamConfig(
         plan=PoissonPlan(key=b"u" * 32, num_records=store.num_records, sampling_probability=0.3),
         store_root=str(store.root),
@@ -35,6 +35,7 @@ def units_of(store: ShardStore) -> list[Unit]:
         image_size=16,
         num_steps=8,
         is_private=True,
+        views_per_image=views_per_image,
     )
     units = list(thread_pool_units(config))
     for step in config.steps:
@@ -45,19 +46,21 @@ def units_of(store: ShardStore) -> list[Unit]:
     return units
 
 
-def test_slot_is_kept_with_weight_0_and_others_are_untouched(dataset_of) -> None:
+@pytest.mark.parametrize("num_views", [1, 3])
+def test_slot_is_kept_with_weight_0_and_others_are_untouched(dataset_of, num_views: int) -> None:
     whole = jpegs(40)
     damaged = list(whole)
     for record_id, content in ((3, b"not an image"), (17, whole[17][:200]), (30, b"")):
         damaged[record_id] = content
-    good = units_of(dataset_of(whole, name="whole"))
-    bad = units_of(dataset_of(damaged, name="damaged"))
+    good = units_of(dataset_of(whole, name="whole"), num_views)
+    bad = units_of(dataset_of(damaged, name="damaged"), num_views)
     num_failed = 0
     for one, other in zip(good, bad, strict=True):
         assert (one.record_ids == other.record_ids).all()
         is_failed = np.isin(one.record_ids, (3, 17, 30))
         num_failed += is_failed.sum()
         assert (other.weights == np.where(is_failed, 0, one.weights)).all()
+        is_failed = is_failed.repeat(num_views)
         assert not other.images[is_failed].any()
         assert (other.images[~is_failed] == one.images[~is_failed]).all()
     assert num_failed > 3

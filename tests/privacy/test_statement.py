@@ -88,6 +88,17 @@ def test_statement_follows_ledger(ledger: Ledger) -> None:
     assert statement["ledger"]["num_entries"] == head.index + 1
 
 
+def test_statement_tells_how_gradients_were_clipped(ledger: Ledger) -> None:
+    """Of the run's own phases; of another run's it names the recipe that says so."""
+    train(ledger, "run")
+    statement = build(ledger, clipping={"private": "dropped where it is longer"})
+    assert statement["phases"][0]["clipping"] == "dropped where it is longer"
+    assert "- Clipping in private: dropped where it is longer." in statement_text(statement)
+    other = build(ledger, run="later", clipping={"private": "of another phase of this name"})
+    assert other["phases"][0]["clipping"] == "as the recipe of run run says"
+    assert build(ledger)["phases"][0]["clipping"] == "not stated"
+
+
 def test_discarded_results_are_counted(ledger: Ledger) -> None:
     """Going back behind a checkpoint on record is a choice that may have looked at it."""
     for first_step, steps in ((0, (5, 10)), (5, (8, 12)), (10, (20,))):

@@ -19,8 +19,8 @@ def test_two_digits() -> None:
 def test_private_log_tells_the_operator_what_happened(tmp_path: Path) -> None:
     log = PrivateLog(tmp_path / "logs", "run-phase")
     nan = float("nan")
-    log.observe(torch.tensor([1.0, nan]), torch.tensor([3.0, 2.0]), torch.tensor([1.0, 1.0]))
-    log.observe(torch.tensor([5.0, 7.0]), torch.tensor([0.5, 9.0]), torch.tensor([1.0, 0.0]))
+    log.observe(torch.tensor([1.0, nan]), torch.tensor([[3.0], [2.0]]), torch.tensor([1.0, 1.0]))
+    log.observe(torch.tensor([5.0, 7.0]), torch.tensor([[0.5], [9.0]]), torch.tensor([1.0, 0.0]))
     log.end_step(4, max_grad_norm=1.0)
     log.end_step(5, max_grad_norm=1.0)
     log.close()
@@ -33,9 +33,20 @@ def test_private_log_tells_the_operator_what_happened(tmp_path: Path) -> None:
     assert second["num_images"] == 0 and "loss" not in second
 
 
+def test_private_log_of_blocks(tmp_path: Path) -> None:
+    """The norm is that of the whole gradient; a block counts as clipped beyond R / sqrt(K)."""
+    log = PrivateLog(tmp_path / "logs", "run-phase")
+    log.observe(torch.ones(1), torch.tensor([[3.0, 4.0, 0.4, 0.6]]), torch.ones(1))
+    log.end_step(0, max_grad_norm=1.0)
+    log.close()
+    line = json.loads((tmp_path / "logs" / "run-phase.jsonl").read_text())
+    np.testing.assert_allclose(line["norm_quartiles"], 3 * [(9 + 16 + 0.16 + 0.36) ** 0.5])
+    assert line["clipped_fraction"] == 0.75
+
+
 def test_without_a_folder_nothing_is_kept() -> None:
     log = PrivateLog(None, "x")
-    log.observe(torch.ones(1), torch.ones(1), torch.ones(1))
+    log.observe(torch.ones(1), torch.ones(1, 1), torch.ones(1))
     log.end_step(0, 1.0)
     log.close()
 
