@@ -121,6 +121,7 @@ def run_phase(
     store = ShardStore(settings.dataset_root)
     _check_manifest(settings, store)
     model = build_model(settings.model).to(ranks.device)
+    model.checkpoints_activations = settings.phase.activation_checkpointing
     names = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(names, settings.phase.optimizer)
     state = _restore(settings, model, optimizer)
