@@ -231,6 +231,9 @@ class Resources(_Strict):
     """Threads (workers = 0) or Ray Data CPUs (at most) that read and decode."""
     max_failures: NonNegativeInt = 3
     """Worker-group restarts before the phase gives up; each costs reserve steps."""
+    shard_optimizer: bool = True
+    """Where there are several workers, each holds 1/W of the optimizer's state and moves 1/W of the
+    weights: as many bytes on the network and the same result to the bit; false: all, everywhere."""
 
     @model_validator(mode="after")
     def _check(self) -> Resources:

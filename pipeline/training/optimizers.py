@@ -1,10 +1,15 @@
-"""AdamW and SGD, the learning rate as a pure function of the step, and hand-over between phases."""
+"""AdamW and SGD, the learning rate as a pure function of the step, and hand-over between phases.
+
+Both are torch's with a step of our own, in which every operation rounds once. torch's own fuse a
+product into a sum in the vector part of a loop and not in its last few numbers, so that cutting a
+tensor elsewhere (another number of threads, or of ranks that share the state) would change bits.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +35,57 @@ def learning_rate(
     return peak * warmup * decay
 
 
+class ElementwiseAdamW(torch.optim.AdamW):
+    """AdamW whose result at an element depends on that element alone, to the bit."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient. Source: arXiv 1711.05101, algorithm 2"""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                count = float(state["step"])
+                first, second = state["exp_avg"], state["exp_avg_sq"]
+                change = parameter.grad - first
+                first += change.mul_(1 - beta1)
+                square = torch.mul(parameter.grad, parameter.grad, out=change)
+                second.mul_(beta2).add_(square.mul_(1 - beta2))
+                scale = torch.sqrt(second, out=change).div_(math.sqrt(1 - beta2**count))
+                update = torch.div(first, scale.add_(group["eps"]), out=change)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(update.mul_(group["lr"] / (1 - beta1**count)))
+
+
+class ElementwiseSGD(torch.optim.SGD):
+    """SGD with momentum whose result at an element depends on that element alone, to the bit."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                change = parameter * group["weight_decay"]
+                change += parameter.grad
+                if group["momentum"]:
+                    state = self.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = change.clone()
+                    else:
+                        state["momentum_buffer"].mul_(group["momentum"]).add_(change)
+                    change.copy_(state["momentum_buffer"])
+                parameter.sub_(change.mul_(group["lr"]))
+
+
 def make_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: recipe.Optimizer
 ) -> torch.optim.Optimizer:
@@ -39,14 +95,23 @@ def make_optimizer(
     scales), as masked autoencoders do. The learning rate is set before each step by `set_rate`.
     """
     trainable = [p for _, p in named_parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    return optimizer_of(
+        [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2], config
+    )
+
+
+def optimizer_of(
+    matrices: list[nn.Parameter], vectors: list[nn.Parameter], config: recipe.Optimizer
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer; `matrices` decay, `vectors` do not."""
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+        return ElementwiseAdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
+    return ElementwiseSGD(groups, lr=0.0, momentum=config.momentum)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -95,13 +160,18 @@ def restore_optimizer(
             continue
         state = {}
         for entry, value in saved.items():
-            if value.ndim and value.shape != parameter.shape:
-                raise ValueError(
-                    f"optimizer state of {name} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: set reset_optimizer: all for another model"
-                )
+            check_state_shape(name, value, parameter.shape)
             is_reset = reset == "m" and entry in ("exp_avg", "momentum_buffer")
             kept = torch.zeros_like(value) if is_reset else value.clone()
             # Adam keeps its step count on the CPU, its moments beside the parameter.
             state[entry] = kept.to(parameter.device if value.ndim else "cpu")
         optimizer.state[parameter] = state
+
+
+def check_state_shape(name: str, value: Tensor, shape: torch.Size) -> None:
+    """Raise unless saved state is one number, or has the shape of its parameter."""
+    if value.ndim and value.shape != shape:
+        raise ValueError(
+            f"optimizer state of {name} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(shape)}: set reset_optimizer: all for another model"
+        )

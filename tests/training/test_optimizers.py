@@ -18,6 +18,7 @@ from pipeline.training.optimizers import (
 )
 
 ADAMW = recipe.Optimizer(learning_rate=1e-2, weight_decay=0.1)
+SGD = recipe.Optimizer(name="sgd", learning_rate=1e-2, weight_decay=0.1)
 
 
 def trained(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
@@ -89,3 +90,47 @@ def test_state_of_another_shape_is_refused() -> None:
         restore_optimizer(
             make_optimizer(model.named_parameters(), ADAMW), model.named_parameters(), saved
         )
+
+
+OTHERS = {
+    "adamw": (ADAMW, torch.optim.AdamW, {"betas": ADAMW.betas, "eps": ADAMW.eps}),
+    "sgd": (SGD, torch.optim.SGD, {"momentum": SGD.momentum}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_as_torchs_own(name: str, dtype: torch.dtype) -> None:
+    """Equal but for the last bit, and no gradient is changed."""
+    config, torchs, fields = OTHERS[name]
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 60, dtype=dtype).view(6, 10)) for _ in "ab")
+    optimizer = make_optimizer([("w", ours)], config)
+    other = torchs([theirs], lr=1e-2, weight_decay=config.weight_decay, **fields)
+    set_rate(optimizer, 1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        gradient = torch.randn(6, 10, dtype=dtype, generator=generator)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        other.step()
+        assert torch.equal(ours.grad, gradient)
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_element_does_not_feel_where_its_tensor_is_cut(name: str) -> None:
+    config = OTHERS[name][0]
+    generator = torch.Generator().manual_seed(1)
+    start, *gradients = torch.randn(5, 1_000, generator=generator)
+    found = []
+    for cuts in ([1_000], [501, 499], [1, 7, 992], [13] * 76 + [12]):
+        parameters = [nn.Parameter(part.clone()[None]) for part in start.split(cuts)]
+        optimizer = make_optimizer([("w", each) for each in parameters], config)
+        set_rate(optimizer, 1e-2)
+        for gradient in gradients:
+            for parameter, part in zip(parameters, gradient.split(cuts), strict=True):
+                parameter.grad = part[None]
+            optimizer.step()
+        found.append(torch.cat([each.detach()[0] for each in parameters]))
+    assert all(torch.equal(each, found[0]) for each in found)
