@@ -1,9 +1,4 @@
-"""AdamW and SGD, the learning rate as a pure function of the step, and hand-over between phases.
-
-Both are torch's with a step of our own, in which every operation rounds once. torch's own fuse a
-product into a sum in the vector part of a loop and not in its last few numbers, so that cutting a
-tensor elsewhere (another number of threads, or of ranks that share the state) would change bits.
-"""
+"""AdamW and SGD, the learning rate as a pure function of the step, and hand-over between phases."""
 
 from __future__ import annotations
 
@@ -35,57 +30,6 @@ def learning_rate(
     return peak * warmup * decay
 
 
-class ElementwiseAdamW(torch.optim.AdamW):
-    """AdamW whose result at an element depends on that element alone, to the bit."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient. Source: arXiv 1711.05101, algorithm 2"""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                count = float(state["step"])
-                first, second = state["exp_avg"], state["exp_avg_sq"]
-                change = parameter.grad - first
-                first += change.mul_(1 - beta1)
-                square = torch.mul(parameter.grad, parameter.grad, out=change)
-                second.mul_(beta2).add_(square.mul_(1 - beta2))
-                scale = torch.sqrt(second, out=change).div_(math.sqrt(1 - beta2**count))
-                update = torch.div(first, scale.add_(group["eps"]), out=change)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(update.mul_(group["lr"] / (1 - beta1**count)))
-
-
-class ElementwiseSGD(torch.optim.SGD):
-    """SGD with momentum whose result at an element depends on that element alone, to the bit."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                change = parameter * group["weight_decay"]
-                change += parameter.grad
-                if group["momentum"]:
-                    state = self.state[parameter]
-                    if state.get("momentum_buffer") is None:
-                        state["momentum_buffer"] = change.clone()
-                    else:
-                        state["momentum_buffer"].mul_(group["momentum"]).add_(change)
-                    change.copy_(state["momentum_buffer"])
-                parameter.sub_(change.mul_(group["lr"]))
-
-
 def make_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: recipe.Optimizer
 ) -> torch.optim.Optimizer:
@@ -103,15 +47,19 @@ def make_optimizer(
 def optimizer_of(
     matrices: list[nn.Parameter], vectors: list[nn.Parameter], config: recipe.Optimizer
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer; `matrices` decay, `vectors` do not."""
+    """The recipe's optimizer; `matrices` decay, `vectors` do not.
+
+    What it does to a number depends on that number alone, to the bit, so that ranks may share the
+    work. torch's fused kernels are not used: they round the last numbers of a tensor differently.
+    """
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
-        return ElementwiseAdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
-    return ElementwiseSGD(groups, lr=0.0, momentum=config.momentum)
+        return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=False)
+    return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, fused=False)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

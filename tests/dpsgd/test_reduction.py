@@ -56,6 +56,7 @@ def rank_main(rank: int, world_size: int, folder: Path) -> None:
             release.REDUCE_BUCKET = bucket
             noise = Recorded()
             part = released(share, noise, gathers=False)
+            assert not release._reduce_scatter(share, None)[len(part.flat) :].any()  # the padding
             whole = released(share, Recorded(), gathers=True)
             public = public_gradient(
                 share, divisor=8.0, layout=layout_of(length), is_public=True, gathers=True
