@@ -161,9 +161,9 @@ class ShardedOptimizer:
 
     Guarantees:
         1. Weights and state are those of the `WholeOptimizer`, to the bit, whatever the number of
-           ranks (test_sharded_is_whole).
+           ranks (tests/training/test_sharding.py, test_sharded_is_whole).
         2. `tensors` and `restore` speak of the whole state: a run goes on with another number of
-           ranks, or whole, as if nothing had been (test_another_world_goes_on).
+           ranks, or whole, as if nothing had been (test_sharded_is_whole).
     """
 
     is_sharded = True

@@ -141,9 +141,9 @@ def rank_main(rank: int, world_size: int, folder: Path, resources: dict[str, Any
     ids=["2 sharded", "3 sharded", "2 whole"],
 )
 def test_sharded_is_whole(world_size: int, resources: dict[str, Any], tmp_path: Path) -> None:
-    """To the bit: weights on every rank, and the whole state on rank 0; resumed from another world.
+    """To the bit: weights on every rank, and the whole state on rank 0.
 
-    `test_another_world_goes_on`: one process begins and W go on; W begin and one goes on.
+    Resumed in another world too: one process begins and W go on; W begin and one goes on.
     """
     first, second = range(NUM_STEPS // 2), range(NUM_STEPS // 2, NUM_STEPS)
     expected = {}
