@@ -314,18 +314,28 @@ def memory_bytes(recipe: Recipe, phase: Phase) -> int:
     """Rough peak memory of one rank's microbatch: state of the weights plus activations.
 
     Assumption: fp32 weights, gradient sum, two optimizer moments and one reduction buffer (20 bytes
-    a parameter), and 34 bytes a token and unit of width in each block (activations kept for the
-    backward with fused attention).
+    a parameter; moments and buffer divided by the workers that share them), and 34 bytes a token
+    and unit of width in each block (activations kept for the backward with fused attention). A
+    checkpointed public phase keeps 4 bytes of each block and all of one; a private one keeps every
+    layer's activations and gradients until the clip factors are known, so nothing is saved there.
     """
     model = recipe.model
     size = model_size(model.size)
     patches = (model.image_size // model.patch_size) ** 2
     visible = int(patches * (1 - model.mask_ratio)) + 1
-    encoder = size.depth * visible * size.width
-    decoder = size.decoder_depth * (patches + 1) * size.decoder_width
+    encoder, decoder = visible * size.width, (patches + 1) * size.decoder_width
     pixels = 3 * model.image_size**2 * 8
     half = 0.5 if phase.precision == "bfloat16" else 1.0
     num_rows = phase.microbatch_size * phase.views_per_image
-    activations = int(num_rows * (34 * 2 * half * (encoder + decoder) + pixels))
+    block = 34 * 2 * half
+    kept = block * (size.depth * encoder + size.decoder_depth * decoder)
+    if phase.activation_checkpointing and phase.kind == "public":
+        inputs = 4 * (size.depth * encoder + size.decoder_depth * decoder)
+        kept = min(kept, inputs + block * max(encoder, decoder))
+    activations = int(num_rows * (kept + pixels))
     count = num_parameters(size, model.image_size, model.patch_size)
-    return 20 * count + activations
+    workers = phase.resources.workers
+    sharing = max(1, workers if isinstance(workers, int) else workers[0])
+    if not phase.resources.shard_optimizer:
+        sharing = 1
+    return 8 * count + 12 * count // sharing + activations

@@ -139,6 +139,7 @@ class Model(_Strict):
     size: str = "base"
     image_size: PositiveInt = 224
     patch_size: PositiveInt = 16
+    """14 in the published form of `huge`."""
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
     norm_pix_loss: bool = False
     norm_pix_epsilon: PositiveFloat = 1e-6
@@ -235,6 +236,9 @@ class Resources(_Strict):
     """Threads (workers = 0) or Ray Data CPUs (at most) that read and decode."""
     max_failures: NonNegativeInt = 3
     """Worker-group restarts before the phase gives up; each costs reserve steps."""
+    shard_optimizer: bool = True
+    """Where there are several workers, each holds 1/W of the optimizer's state and moves 1/W of the
+    weights: as many bytes on the network and the same result to the bit; false: all, everywhere."""
 
     @model_validator(mode="after")
     def _check(self) -> Resources:
@@ -271,6 +275,11 @@ class Phase(_Strict):
     constant_microbatches: bool = False
     """Private phases: every step computes as many microbatches as mean + 6 sd of its size needs, so
     that its duration does not tell the realised size."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the model's blocks for the backward and compute the rest again: the
+    same result for about a third more time. Public phases need less than half of the memory of a
+    microbatch; private ones gain nothing yet, for they keep what every layer's clipped gradient is
+    made of until the clip factors are known: lower microbatch_size there."""
     checkpoint_interval: PositiveInt = 100
     """K: steps between checkpoints, and the number of steps charged ahead."""
     crop_scale: tuple[Probability, Probability] = (0.2, 1.0)
@@ -460,6 +469,7 @@ _WITHOUT_EFFECT_IN_PHASE = (
     "microbatch_size",
     "microbatches_per_unit",
     "constant_microbatches",
+    "activation_checkpointing",
     "held_out",
     "held_out_images",
 )

@@ -158,3 +158,17 @@ def test_the_default_reserve_is_what_two_lost_attempts_may_cost(
 def test_memory_grows_with_the_microbatch() -> None:
     small, large = private(demo("phases.private.microbatch_size=8")), private(demo())
     assert small.memory_bytes < large.memory_bytes
+
+
+def test_memory_of_shared_state_and_checkpointed_blocks() -> None:
+    def public(*overrides: str) -> int:
+        return plan_recipe(demo("model.size=large", *overrides))[0].memory_bytes
+
+    several = "phases.warmup.resources.workers=4"
+    whole = public(several, "phases.warmup.resources.shard_optimizer=false")
+    saved = whole - public(several)
+    assert whole == public() and saved > 4 * 300_000_000
+    checkpointed = "phases.warmup.activation_checkpointing=true"
+    assert public(checkpointed) < public()
+    private_too = private(demo("phases.private.activation_checkpointing=true"))
+    assert private_too.memory_bytes == private(demo()).memory_bytes

@@ -126,6 +126,8 @@ def test_digest_is_of_what_decides_the_result() -> None:
     assert same.digest() == demo().digest()
     told = ("evaluation.seed=1", "data.private.num_records=7", "hyperparameter_search=none")
     assert demo(*told, "phases.private.held_out=").digest() == demo().digest()
+    how = ("phases.private.activation_checkpointing=true", "phases.private.microbatch_size=8")
+    assert demo(*how).digest() == demo().digest()
     assert demo("phases.private.steps=151").digest() != demo().digest()
     for decides in ("privacy.clipping=global", "privacy.clipping_style=per-block"):
         assert demo(f"phases.private.{decides}").digest() != demo().digest()

@@ -6,6 +6,9 @@ noise are added in float64 and rounded once to a power-of-two grid, which hides 
 (Mironov, CCS 2012; arXiv 2112.05307); then comes the division by a public constant.
 
     flat sums of all ranks --reduce-scatter--> slice of each rank --+ noise, grid, / B--> all-gather
+
+The sums are reduced in buckets of a fixed size, so that no second flat vector is needed. Where the
+optimizer's state is sharded too, each rank keeps the released slice and nothing is gathered here.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.dpsgd.layout import ParameterLayout, Trainable, trainable_parameters
@@ -35,6 +37,9 @@ __all__ = [
     "release_gradient",
 ]
 
+REDUCE_BUCKET = 2**24
+"""Coordinates of all ranks together that one collective call reduces: 64 MiB of fp32."""
+
 _MADE_HERE = object()
 
 
@@ -48,16 +53,18 @@ class ReleasedGradient:
     Made by `release_gradient` and `mix` alone; the constructor refuses everybody else.
 
     Args:
-        flat: one number per coordinate of the layout, fp32.
+        flat: one number per coordinate, fp32: of the whole layout, or of a rank's slice of it.
         step: the logical step.
         noise_std_per_coordinate: standard deviation of the noise in `flat`.
         layout: which coordinate is which parameter.
+        start: the coordinate of the first number in `flat`.
     """
 
     flat: Tensor
     step: int
     noise_std_per_coordinate: float
     layout: ParameterLayout
+    start: int = 0
     _made_by: object = field(repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -66,7 +73,7 @@ class ReleasedGradient:
                 "a ReleasedGradient comes from release_gradient(...) or mix(...) only; "
                 "no other gradient of private images may reach the optimizer"
             )
-        self.layout.check(self.flat)
+        _check_slice(self.flat, self.start, self.layout)
 
     def assign(self, model: Trainable) -> None:
         """Set `.grad` of the model's trainable parameters, for any torch optimizer."""
@@ -78,14 +85,16 @@ class PublicGradient:
     """A gradient of public images, without noise.
 
     Args:
-        flat: one number per coordinate of the layout, fp32.
+        flat: one number per coordinate, fp32: of the whole layout, or of a rank's slice of it.
         layout: which coordinate is which parameter.
         is_public: True, read from the manifest of the images.
+        start: the coordinate of the first number in `flat`.
     """
 
     flat: Tensor
     layout: ParameterLayout
     is_public: bool
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.is_public is not True:
@@ -93,14 +102,28 @@ class PublicGradient:
                 "a PublicGradient needs is_public=True, from a manifest marked public; "
                 "release the gradient of private images with release_gradient(...)"
             )
-        self.layout.check(self.flat)
+        _check_slice(self.flat, self.start, self.layout)
 
     def assign(self, model: Trainable) -> None:
         """Set `.grad` of the model's trainable parameters, for any torch optimizer."""
         _assign(self.flat, self.layout, model)
 
 
+def _check_slice(flat: Tensor, start: int, layout: ParameterLayout) -> None:
+    """Raise unless `flat` is a vector of coordinates from `start` on that the layout has."""
+    if flat.dim() != 1 or not 0 <= start <= start + len(flat) <= layout.num_coordinates:
+        raise ValueError(
+            f"a flat vector of this layout has shape ({layout.num_coordinates},), or is a slice of "
+            f"it; not {tuple(flat.shape)} from coordinate {start} on"
+        )
+
+
 def _assign(flat: Tensor, layout: ParameterLayout, model: Trainable) -> None:
+    if len(flat) < layout.num_coordinates:
+        raise ValueError(
+            f"this gradient is a slice, {len(flat)} of {layout.num_coordinates} coordinates: give "
+            "it to an optimizer whose state is sharded in the same way"
+        )
     parameters = trainable_parameters(model)
     shapes = tuple(parameter.shape for parameter in parameters.values())
     if tuple(parameters) != layout.names or shapes != layout.shapes:
@@ -123,12 +146,14 @@ def mix(alpha: float, public: PublicGradient, released: ReleasedGradient) -> Rel
         released: gradient of private images, with its noise.
 
     Raises:
-        ValueError: alpha outside [0, 1], or different layouts.
+        ValueError: alpha outside [0, 1], different layouts or different slices.
     """
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha must lie in [0, 1], not {alpha}")
     if public.layout != released.layout:
         raise ValueError("the public and the released gradient have different layouts")
+    if (public.start, len(public.flat)) != (released.start, len(released.flat)):
+        raise ValueError("the public and the released gradient are different slices of the layout")
     return replace(
         released,
         flat=alpha * public.flat + (1.0 - alpha) * released.flat,
@@ -153,16 +178,27 @@ def rank_slice(num_coordinates: int, group: dist.ProcessGroup | None = None) -> 
 
 
 def _reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over ranks of this rank's slice, padded with zeros to equal lengths."""
+    """The sum over ranks of this rank's slice, zeros behind it up to the slices' common length.
+
+    Bucket b holds the coordinates [b, b + width) of every rank's slice, one rank after the other.
+    """
     _, world_size = _rank_and_world(group)
     if world_size == 1:
         return flat
-    length = -(-len(flat) // world_size)
-    padded = F.pad(flat, (0, length * world_size - len(flat)))
-    part = torch.empty(length, dtype=flat.dtype, device=flat.device)
     # Named reduce_scatter_tensor and all_gather_into_tensor before torch 2.14.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce_scatter(part, padded, group=group)
+    length = -(-len(flat) // world_size)
+    width = max(1, min(length, REDUCE_BUCKET // world_size))
+    part = flat.new_empty(length)
+    bucket = flat.new_empty(world_size * width)
+    for begin in range(0, length, width):
+        end = min(begin + width, length)
+        filled = bucket[: world_size * (end - begin)].view(world_size, end - begin)
+        for rank, row in enumerate(filled):
+            own = flat[rank * length + begin : rank * length + end]
+            row[: len(own)] = own
+            row[len(own) :] = 0  # the last slices are padded
+        reduce_scatter(part[begin:end], filled.view(-1), group=group)
     return part
 
 
@@ -170,10 +206,15 @@ def _all_gather(part: Tensor, num_coordinates: int, group: dist.ProcessGroup | N
     _, world_size = _rank_and_world(group)
     if world_size == 1:
         return part
-    padded = torch.empty(len(part) * world_size, dtype=part.dtype, device=part.device)
+    padded = part.new_empty(len(part) * world_size)
+    all_gather_slices(padded, part, group)
+    return padded[:num_coordinates]
+
+
+def all_gather_slices(padded: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `padded` with every rank's part, all of the same length, in the order of the ranks."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(padded, part, group=group)
-    return padded[:num_coordinates]
 
 
 # -- the release -----------------------------------------------------------------------------------
@@ -210,6 +251,7 @@ def release_gradient(
     noise_source: NoiseSource,
     layout: ParameterLayout,
     group: dist.ProcessGroup | None = None,
+    gathers: bool = True,
 ) -> ReleasedGradient:
     """(sum over ranks of flat_sum + noise_std z) / divisor, with one draw z per coordinate.
 
@@ -223,13 +265,15 @@ def release_gradient(
         noise_source: the keyed Gaussian of this attempt, the same on every rank.
         layout: the engine's layout.
         group: the ranks that share the sum: by default all, or one without torch.distributed.
+        gathers: whether every rank gets the whole gradient, or its own `rank_slice` alone.
 
     Raises:
         ValueError: a bad argument, a sum that is not finite, or a step that was released before.
 
     Guarantees:
         1. One draw per coordinate and step, the same whatever the number of ranks; none for padding
-           (tests/guarantees/test_one_noise_draw.py).
+           (tests/guarantees/test_one_noise_draw.py), and whatever the size of the buckets
+           (tests/dpsgd/test_reduction.py).
         2. Sum and noise are added in float64 and rounded once to `noise_grid(noise_std)`; a number
            beyond 2^24 grid points is rounded to fp32, which is a coarser grid
            (tests/guarantees/test_noise_grid.py).
@@ -238,7 +282,7 @@ def release_gradient(
     grid = noise_grid(noise_std)
     _check_divisor(divisor)
     layout.check(flat_sum)
-    if not bool(torch.isfinite(flat_sum).all()):
+    if not all(math.isfinite(edge) for edge in torch.stack(torch.aminmax(flat_sum)).tolist()):
         raise ValueError(
             "flat_sum is not finite, so it does not come from ClippedGradientSum; "
             "nothing can be released of it"
@@ -257,12 +301,17 @@ def release_gradient(
         block = slice(block_start - start, block_stop - start)
         noisy = noise.to(sums.device).mul_(noise_std).add_(sums[block])
         released[block] = noisy.div_(grid).round_().mul_(grid)
-    flat = _all_gather(released.div_(divisor), layout.num_coordinates, group)
+    released.div_(divisor)
+    if gathers:
+        flat, start = _all_gather(released, layout.num_coordinates, group), 0
+    else:
+        flat = released[: stop - start]
     return ReleasedGradient(
         flat=flat,
         step=step,
         noise_std_per_coordinate=noise_std / divisor,
         layout=layout,
+        start=start,
         _made_by=_MADE_HERE,
     )
 
@@ -274,6 +323,7 @@ def public_gradient(
     layout: ParameterLayout,
     is_public: bool,
     group: dist.ProcessGroup | None = None,
+    gathers: bool = True,
 ) -> PublicGradient:
     """(sum over ranks of flat_sum) / divisor, for images whose manifest is marked public.
 
@@ -282,12 +332,18 @@ def public_gradient(
         divisor: the number of images of the logical batch.
         layout: which coordinate is which parameter.
         is_public: whether the manifest of the images is marked public.
-        group: as in `release_gradient`.
+        group, gathers: as in `release_gradient`.
     """
     _check_divisor(divisor)
+    start, flat = 0, flat_sum.detach()
     if is_public:
-        layout.check(flat_sum)
-        flat_sum = flat_sum.detach().clone()
-        if _rank_and_world(group)[1] > 1:
-            dist.all_reduce(flat_sum, group=group)
-    return PublicGradient(flat=flat_sum.div(divisor).float(), layout=layout, is_public=is_public)
+        layout.check(flat)
+        start, stop = rank_slice(layout.num_coordinates, group)
+        flat = _reduce_scatter(flat, group)
+        if gathers:
+            start, flat = 0, _all_gather(flat, layout.num_coordinates, group)
+        else:
+            flat = flat[: stop - start]
+    return PublicGradient(
+        flat=flat.div(divisor).float(), layout=layout, is_public=is_public, start=start
+    )

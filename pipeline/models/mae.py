@@ -10,6 +10,7 @@ Source: arXiv 2111.06377 (MAE), with the sizes of arXiv 2306.08842 (ViP).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from timm.layers import LayerNorm
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.models.sizes import ModelSize, num_patches, num_visible_patches
 
@@ -47,6 +49,11 @@ class MaskedAutoencoder(nn.Module):
     Raises:
         ValueError: naming the argument that does not fit.
 
+    Attributes:
+        checkpoints_activations: Keep a block's input alone for the backward and compute the rest
+            again: the same numbers for more time and less memory. It may be set at any time and is
+            no part of the state.
+
     Guarantees:
         1. One image's loss depends on that image, its uniforms and the weights alone: changing
            another row of the microbatch leaves it bit-identical (test_images_do_not_couple).
@@ -56,6 +63,8 @@ class MaskedAutoencoder(nn.Module):
            (test_every_parameter_is_trained).
         4. Nothing is drawn at random: the mask is a function of the given uniforms, and there is no
            dropout; train and eval mode agree (test_images_do_not_couple).
+        5. `checkpoints_activations` changes no loss and no gradient by a bit
+           (test_activation_checkpointing_changes_nothing).
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class MaskedAutoencoder(nn.Module):
         self.mask_ratio = mask_ratio
         self.norm_pix_loss = norm_pix_loss
         self.norm_pix_epsilon = norm_pix_epsilon
+        self.checkpoints_activations = False
         self.num_patches = num_patches(image_size, patch_size)
         self.num_visible = num_visible_patches(image_size, patch_size, mask_ratio)
 
@@ -232,7 +242,7 @@ class MaskedAutoencoder(nn.Module):
         class_token_M1D = self._class_token.expand(len(kept_MK), -1, -1)
         tokens_MLD = torch.cat([class_token_M1D.to(embedded_MKD.dtype), embedded_MKD], dim=1)
         tokens_MLD = tokens_MLD + self._encoder_positions[_with_class_token(kept_MK)]
-        return self.encoder.norm(self.encoder.blocks(tokens_MLD))
+        return self.encoder.norm(self._through(self.encoder.blocks, tokens_MLD))
 
     def _decode(self, latent_MLD: Tensor, kept_MK: Tensor, masked_MR: Tensor) -> Tensor:
         """Predictions predicted_MRP of the masked patches, from all tokens.
@@ -244,8 +254,17 @@ class MaskedAutoencoder(nn.Module):
         visible_MLE = self.decoder_embed(latent_MLD)
         tokens_MLE = torch.cat([visible_MLE, mask_tokens_MRE.to(visible_MLE.dtype)], dim=1)
         order_ML = _with_class_token(torch.cat([kept_MK, masked_MR], dim=1))
-        tokens_MLE = self.decoder_blocks(tokens_MLE + self.decoder_positions[order_ML])
+        tokens_MLE = tokens_MLE + self.decoder_positions[order_ML]
+        tokens_MLE = self._through(self.decoder_blocks, tokens_MLE)
         return self.decoder_pred(self.decoder_norm(tokens_MLE[:, -masked_MR.shape[1] :]))
+
+    def _through(self, blocks: nn.Sequential, tokens_MLF: Tensor) -> Tensor:
+        """Tokens after the blocks, in order."""
+        if not (self.checkpoints_activations and torch.is_grad_enabled()):
+            return blocks(tokens_MLF)
+        for block in blocks:
+            tokens_MLF = checkpoint(block, tokens_MLF, use_reentrant=False, context_fn=_two_runs)
+        return tokens_MLF
 
     def _loss_target(self, patches_MRP: Tensor) -> Tensor:
         if not self.norm_pix_loss:
@@ -318,6 +337,24 @@ class MaskedAutoencoder(nn.Module):
                 f"{len(images_MCHW)} images of {self.num_patches} patches need "
                 f"[{len(images_MCHW)}, {self.num_patches}]"
             )
+
+
+def _two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a checkpointed block's first and second run."""
+    return nullcontext(), _Watched()
+
+
+class _Watched:
+    """Torch function modes see what runs inside, even where their absence was asked for outside.
+
+    So that who watches a block's forward sees its second run too, which a backward asks for.
+    """
+
+    def __enter__(self) -> None:
+        self._watching = torch._C._EnableTorchFunction()
+
+    def __exit__(self, *exception: object) -> None:
+        del self._watching
 
 
 def sincos_positions(width: int, grid: int) -> np.ndarray:

@@ -58,7 +58,8 @@ class ParameterCount:
         return self.encoder + self.decoder
 
 
-# nano to large: ViP (arXiv 2306.08842), one decoder for all. test: the demo on two CPU cores.
+# nano to large: ViP (arXiv 2306.08842), one decoder for all. huge: ViT-Huge, whose published form
+# has patch_size 14 (arXiv 2111.06377), with the same decoder. test: the demo on two CPU cores.
 # micro: unit tests.
 SIZES: dict[str, ModelSize] = {
     size.name: size
@@ -68,6 +69,7 @@ SIZES: dict[str, ModelSize] = {
         ModelSize(name="small", width=576, depth=12, num_heads=12),
         ModelSize(name="base", width=768, depth=12, num_heads=12),
         ModelSize(name="large", width=1024, depth=24, num_heads=16),
+        ModelSize(name="huge", width=1280, depth=32, num_heads=16),
         ModelSize(
             name="test",
             width=96,

@@ -47,7 +47,7 @@ class GradientSource(Protocol):
         """
 
     def finish_step(self, step: int) -> ReleasedGradient | PublicGradient:
-        """The step's gradient, the same on every rank."""
+        """The step's gradient: the same on every rank, or this rank's slice of it."""
 
     def public_loss(self) -> float | None:
         """Mean training loss on this rank since it was last asked for; public phases only."""
@@ -75,10 +75,13 @@ class PrivateGradients:
         plan: PoissonPlan,
         key: AttemptKey,
         log: PrivateLog,
+        *,
+        gathers: bool = True,
     ) -> None:
         mechanism, privacy = settings.mechanism, settings.phase.privacy
         assert mechanism is not None and privacy is not None
         self._model, self._settings, self._log = model, settings, log
+        self._gathers = gathers
         self._mechanism = mechanism
         self._clipping = make_clipping(privacy.clipping, privacy.max_grad_norm, privacy.gamma)
         self._sums = ClippedGradientSum(
@@ -116,6 +119,7 @@ class PrivateGradients:
             divisor=self._divisor,
             noise_source=self._noise,
             layout=self._sums.layout,
+            gathers=self._gathers,
         )
         promised = self._mechanism.noise_std / self._mechanism.expected_batch_size
         if released.noise_std_per_coordinate != promised:
@@ -137,8 +141,15 @@ class PrivateGradients:
 class PublicGradients:
     """The ordinary mean gradient of public images."""
 
-    def __init__(self, model: MaskedAutoencoder, settings: PhaseSettings, visibility: str) -> None:
-        self._model, self._settings = model, settings
+    def __init__(
+        self,
+        model: MaskedAutoencoder,
+        settings: PhaseSettings,
+        visibility: str,
+        *,
+        gathers: bool = True,
+    ) -> None:
+        self._model, self._settings, self._gathers = model, settings, gathers
         self._is_public = visibility == "public"
         self._layout = ParameterLayout.of(model)
         self._parameters = trainable_parameters(model)
@@ -168,6 +179,7 @@ class PublicGradients:
             divisor=self._settings.batch_size,
             layout=self._layout,
             is_public=self._is_public,
+            gathers=self._gathers,
         )
 
     def public_loss(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,27 @@ def make_optimizer(
     scales), as masked autoencoders do. The learning rate is set before each step by `set_rate`.
     """
     trainable = [p for _, p in named_parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    return optimizer_of(
+        [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2], config
+    )
+
+
+def optimizer_of(
+    matrices: list[nn.Parameter], vectors: list[nn.Parameter], config: recipe.Optimizer
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer; `matrices` decay, `vectors` do not.
+
+    What it does to a number depends on that number alone, to the bit, so that ranks may share the
+    work. torch's fused kernels are not used: they round the last numbers of a tensor differently.
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+        return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=False)
+    return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, fused=False)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -95,13 +108,18 @@ def restore_optimizer(
             continue
         state = {}
         for entry, value in saved.items():
-            if value.ndim and value.shape != parameter.shape:
-                raise ValueError(
-                    f"optimizer state of {name} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: set reset_optimizer: all for another model"
-                )
+            check_state_shape(name, value, parameter.shape)
             is_reset = reset == "m" and entry in ("exp_avg", "momentum_buffer")
             kept = torch.zeros_like(value) if is_reset else value.clone()
             # Adam keeps its step count on the CPU, its moments beside the parameter.
             state[entry] = kept.to(parameter.device if value.ndim else "cpu")
         optimizer.state[parameter] = state
+
+
+def check_state_shape(name: str, value: Tensor, shape: torch.Size) -> None:
+    """Raise unless saved state is one number, or has the shape of its parameter."""
+    if value.ndim and value.shape != shape:
+        raise ValueError(
+            f"optimizer state of {name} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(shape)}: set reset_optimizer: all for another model"
+        )

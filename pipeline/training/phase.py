@@ -50,15 +50,10 @@ from pipeline.training.gradients import (
 )
 from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.metrics import PrivateLog, PublicMetrics, TensorBoardLog, two_digits
-from pipeline.training.optimizers import (
-    learning_rate,
-    make_optimizer,
-    optimizer_tensors,
-    restore_optimizer,
-    set_rate,
-)
+from pipeline.training.optimizers import learning_rate
 from pipeline.training.ranks import FirstRankFailed, Ranks
 from pipeline.training.settings import PhaseSettings
+from pipeline.training.sharding import PhaseOptimizer, open_optimizer
 
 OpenUnits = Callable[[StreamConfig], Iterator[Unit]]
 OnWindow = Callable[[PublicMetrics], None]
@@ -121,8 +116,9 @@ def run_phase(
     store = ShardStore(settings.dataset_root)
     _check_manifest(settings, store)
     model = build_model(settings.model).to(ranks.device)
-    names = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = make_optimizer(names, settings.phase.optimizer)
+    model.checkpoints_activations = settings.phase.activation_checkpointing
+    is_private = settings.mechanism is not None
+    optimizer = open_optimizer(model, settings.phase, ranks, is_private=is_private)
     state = _restore(settings, model, optimizer)
     if state.finished:
         return PhaseOutcome(
@@ -196,7 +192,7 @@ class _OpenPhase:
         settings: PhaseSettings,
         ranks: Ranks,
         model: MaskedAutoencoder,
-        optimizer: torch.optim.Optimizer,
+        optimizer: PhaseOptimizer,
         state: _State,
     ) -> None:
         self.settings, self.ranks, self.state = settings, ranks, state
@@ -219,18 +215,19 @@ class _OpenPhase:
         settings, mechanism = self.settings, self.settings.mechanism
         self.plan: PoissonPlan | ShufflePlan
         self.gradients: GradientSource
-        num_records = store.num_records
+        num_records, gathers = store.num_records, not self.optimizer.is_sharded
         if mechanism is None:
             key = AttemptKey.from_bytes(_public_secret(settings))
             self.plan = ShufflePlan(
                 key=key.sampling_key(), num_records=num_records, batch_size=settings.batch_size
             )
-            self.gradients = PublicGradients(self.model, settings, store.manifest.visibility)
+            visibility = store.manifest.visibility
+            self.gradients = PublicGradients(self.model, settings, visibility, gathers=gathers)
         else:
             key = self._open_attempt(store)
             self.plan = mechanism.plan(key.sampling_key(), num_records=num_records)
             self.gradients = PrivateGradients(
-                self.model, settings, self.plan, key, self.private_log
+                self.model, settings, self.plan, key, self.private_log, gathers=gathers
             )
         self.augmentation_key = key.augmentation_key()
         self.units = open_units(
@@ -346,7 +343,7 @@ class _OpenPhase:
             delivered += np.array(unit.receipt(), dtype=np.int64)
             self._accumulate(unit)
         self._check_delivery(step, delivered)
-        released = self.gradients.finish_step(step)
+        gradient = self.gradients.finish_step(step)
         peak = settings.phase.optimizer.peak_learning_rate(settings.batch_size)
         rate = learning_rate(
             step,
@@ -355,9 +352,8 @@ class _OpenPhase:
             warmup_steps=settings.phase.optimizer.warmup_steps,
             schedule=settings.phase.optimizer.schedule,
         )
-        set_rate(self.optimizer, rate)
-        released.assign(self.model)
-        self.optimizer.step()
+        self.optimizer.set_rate(rate)
+        self.optimizer.step(gradient)
         return rate
 
     def _units_of(self, step: int) -> Iterator[Unit]:
@@ -439,15 +435,11 @@ class _OpenPhase:
 
     def _save(self) -> None:
         """Write the checkpoint on rank 0; the ledger names the weights before it exists."""
+        optimizer_state = self.optimizer.tensors()
 
         def save_on_first() -> str:
-            names = list(self.model.named_parameters())
-            digest = save_checkpoint(
-                self.folder,
-                self.model.state_dict(),
-                optimizer_tensors(self.optimizer, names),
-                self._facts,
-            )
+            weights = self.model.state_dict()
+            digest = save_checkpoint(self.folder, weights, optimizer_state, self._facts)
             prune(self.folder)
             if self.attempt is not None and self.state.finished:
                 self.attempt.finish(self.state.finished, self.state.step)
@@ -537,10 +529,9 @@ def _check_manifest(settings: PhaseSettings, store: ShardStore) -> None:
 
 
 def _restore(
-    settings: PhaseSettings, model: MaskedAutoencoder, optimizer: torch.optim.Optimizer
+    settings: PhaseSettings, model: MaskedAutoencoder, optimizer: PhaseOptimizer
 ) -> _State:
     """The state of the newest checkpoint; else of the phase before; else a fresh start."""
-    names = list(model.named_parameters())
     latest = latest_checkpoint(Location(settings.output))
     if latest is not None:
         saved = load_checkpoint(latest)
@@ -552,7 +543,7 @@ def _restore(
                 "promise to the end; use another run name"
             )
         model.load_state_dict(saved.weights)
-        restore_optimizer(optimizer, names, saved.optimizer)
+        optimizer.restore(saved.optimizer)
         return _State(
             step=facts.step,
             finished=facts.finished,
@@ -570,7 +561,7 @@ def _restore(
     if before.facts.model != settings.model.model_dump(mode="json"):
         raise ValueError(f"{settings.init_from} holds another model than the recipe's")
     model.load_state_dict(before.weights)
-    restore_optimizer(optimizer, names, before.optimizer, settings.phase.reset_optimizer)
+    optimizer.restore(before.optimizer, settings.phase.reset_optimizer)
     return _State(
         origin=[*before.facts.origin, before.weights_digest],
         lineage=list(before.facts.lineage),

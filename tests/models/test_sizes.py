@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 
 from pipeline.models.mae import MaskedAutoencoder
@@ -36,6 +37,20 @@ def test_counts_are_the_papers(name: str) -> None:
     assert tuple(millions) == PAPER_COUNTS[name]
 
 
+def test_huge_is_timms() -> None:
+    """As large as timm's own, less the positions, which timm trains; a state dict that it takes."""
+    with torch.device("meta"):
+        known = timm.create_model("vit_huge_patch14_224", num_classes=0)
+        model = MaskedAutoencoder(SIZES["huge"], image_size=224, patch_size=14)
+    positions = known.pos_embed.numel()
+    count = parameter_count(SIZES["huge"], image_size=224, patch_size=14)
+    assert count.encoder == sum(p.numel() for p in known.parameters()) - positions == 630_435_840
+    assert count.decoder == 13_568_588
+    assert count.trainable == sum(p.numel() for p in model.parameters())
+    shapes = {name: tensor.shape for name, tensor in known.state_dict().items()}
+    assert {name: t.shape for name, t in model.encoder.state_dict().items()} == shapes
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_formula_counts_the_built_model(name: str) -> None:
     with torch.device("meta"):
@@ -61,7 +76,7 @@ def test_visible_patches() -> None:
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: model_size("huge"), "known sizes: nano"),
+        (lambda: model_size("giant"), "known sizes: nano"),
         (lambda: num_patches(225, 16), "image_size is 225"),
         (lambda: num_patches(16, 0), "patch_size 0"),
         (lambda: num_visible_patches(28, 7, 1.0), "mask_ratio is 1.0"),

@@ -18,6 +18,7 @@ from pipeline.training.optimizers import (
 )
 
 ADAMW = recipe.Optimizer(learning_rate=1e-2, weight_decay=0.1)
+SGD = recipe.Optimizer(name="sgd", learning_rate=1e-2, weight_decay=0.1)
 
 
 def trained(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
@@ -89,3 +90,22 @@ def test_state_of_another_shape_is_refused() -> None:
         restore_optimizer(
             make_optimizer(model.named_parameters(), ADAMW), model.named_parameters(), saved
         )
+
+
+@pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_a_number_does_not_feel_where_its_tensor_is_cut(config: recipe.Optimizer) -> None:
+    """So that shards of the state give the bits of the whole."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(7, 200_003, generator=generator)
+    cuts = torch.randint(1, 2_000, (400,), generator=generator).cumsum(0)
+    found = []
+    for edges in ([], [100_001], [1, 2, 3], [edge for edge in cuts.tolist() if edge < len(start)]):
+        parameters = [nn.Parameter(part.clone()[None]) for part in start.tensor_split(edges)]
+        optimizer = make_optimizer([("w", each) for each in parameters], config)
+        set_rate(optimizer, 1e-2)
+        for gradient in gradients:
+            for parameter, part in zip(parameters, gradient.tensor_split(edges), strict=True):
+                parameter.grad = part.clone()[None]
+            optimizer.step()
+        found.append(torch.cat([each.detach()[0] for each in parameters]))
+    assert all(torch.equal(each, found[0]) for each in found)
