@@ -123,8 +123,9 @@ def counted_flops(step: Callable[[], None]) -> int:
 def peak_bytes(name: str, problem: Problem) -> int:
     """What the method's step needs at most beside model and images; alone in its process."""
     device = problem.images.device.type
-    _one_small_step(device)
-    before = _bytes_in_use(device)
+    METHODS[name](make_problem("micro", 2, device, 2)).step()  # libraries load at first use
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device == "cuda" else _status_bytes("VmRSS")
     step = METHODS[name](problem).step
     step()
     step()
@@ -135,16 +136,6 @@ def peak_bytes(name: str, problem: Problem) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     step()
     return _status_bytes("VmHWM") - before
-
-
-def _one_small_step(device: str) -> None:
-    """Load what the libraries load at first use."""
-    methods.plain(make_problem("micro", 2, device, 2)).step()
-    gc.collect()
-
-
-def _bytes_in_use(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:
