@@ -1,18 +1,22 @@
-"""What a private step costs over a plain one: CPU time, wall time, peak memory, counted FLOPs.
+"""What a private step costs: time, memory and counted FLOPs over those of the plain step.
 
-    python benchmarks/step.py --sizes nano base --microbatch 16 --methods plain ours opacus_ghost \\
-        --rounds 7 --json step.json --markdown step.md
+    python benchmarks/step.py --sizes nano base --microbatch 16 --rounds 7 \
+        --methods plain ours opacus_ghost vmap --json FILE --markdown FILE
 
-One process computes all methods round by round, in rotated order, so that what else the machine
-does falls on all alike. A ratio is the median, over rounds, of a method's time over that of its
-baseline in the same round; quartiles show the spread. The baseline is the plain step: forward and
-backward of the mean loss of the same model and microbatch; of the bf16 methods the plain bf16 step,
-of `whole_ours` the plain logical step.
+Measured so:
+- Time: one process; each round runs every method once, in an order that turns from round to round,
+  after a warm-up. A ratio is the median, over the rounds, of a method's time over its baseline's in
+  the same round, so that a drifting or shared machine touches both; with its quartiles. CPU time is
+  that of all threads of the process.
+- Memory: a process of its own for each method. On the CPU: the most resident memory during a second
+  step, less that before the method was made, with model and images already there; so gradients and
+  sums, activations, and what the allocator keeps for them are counted, and weights are not. (The
+  kernel's high-water mark is reset after the first step, which proves once that images are
+  independent; its own peak is `memory_first_step_bytes`.) On CUDA: the same by the allocator.
+- FLOPs: of matrix products, convolutions and attention, by torch's FlopCounterMode and what it does
+  not know: products that add in place, with a vector, attention on the CPU, and groups.
 
-Peak memory is measured in a process of its own per method: what the step needs beside the model and
-its images. On the CPU that is the kernel's high-water mark of the resident set, reset before a
-third step, with malloc told to return freed blocks at once: it counts every allocator and leaves
-out what is merely cached. On a GPU it is what the allocator has handed out at most.
+What is compared is in step_methods.py.
 """
 
 from __future__ import annotations
@@ -21,393 +25,476 @@ import argparse
 import gc
 import json
 import math
-import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-import methods
-import peers
 import torch
-from methods import Method, Problem, Unavailable, make_problem
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from step_methods import METHODS, Step, Unavailable, Workload
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.models.sizes import SIZES
+from pipeline.models.sizes import SIZES, num_visible_patches
 
-METHODS: dict[str, Callable[[Problem], Method]] = {
-    "plain": methods.plain,
-    "ours": methods.ours,
-    "ours_ghost": partial(methods.ours, mode="ghost"),
-    "ours_direct": partial(methods.ours, mode="direct"),
-    "plain_compiled": partial(methods.plain, is_compiled=True),
-    "ours_compiled": partial(methods.ours, is_compiled=True),
-    "opacus_hooks": peers.opacus_hooks,
-    "opacus_ghost": peers.opacus_ghost,
-    "vmap": peers.vmap,
-    "plain_bf16": partial(methods.plain, is_bf16=True),
-    "ours_bf16": partial(methods.ours, is_bf16=True),
-    "plain_compiled_bf16": partial(methods.plain, is_bf16=True, is_compiled=True),
-    "ours_compiled_bf16": partial(methods.ours, is_bf16=True, is_compiled=True),
-    "whole_plain": methods.whole_plain,
-    "whole_ours": methods.whole_ours,
-    "empty_plain": partial(methods.whole_plain, is_empty=True),
-    "empty_ours": partial(methods.whole_ours, is_empty=True),
-}
-MAY_FAIL = ("opacus", "vmap", "plain_compiled", "ours_compiled")
-"""Methods that rest on what is not ours; where one fails, its row says so and the rest goes on."""
+DEFAULT_METHODS = ("plain", "ours", "ours_ghost", "ours_direct", "opacus_hooks", "opacus_ghost")
+DEFAULT_METHODS += ("vmap", "vmap_chunked", "plain_bf16", "ours_bf16", "whole_plain", "whole_ours")
 
-aten = torch.ops.aten
+Times = dict[str, list[tuple[float, float]]]
+"""(CPU seconds, wall seconds) of every round, by method."""
 
 
-def baseline_of(method: str) -> str:
-    """The plain step that a method's ratios are taken to."""
-    if method.startswith(("whole", "empty")):
-        return f"{method.partition('_')[0]}_plain"
-    return "plain_bf16" if method.endswith("bf16") else "plain"
+# -- measuring -------------------------------------------------------------------------------------
 
 
-# -- measures --------------------------------------------------------------------------------------
+def time_rounds(steps: dict[str, Step], rounds: int, synchronise: Callable[[], None]) -> Times:
+    """Every method once a round, each round beginning with another one."""
+    times: Times = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            synchronise()
+            start = time.process_time(), time.perf_counter()
+            steps[name]()
+            synchronise()
+            times[name].append((time.process_time() - start[0], time.perf_counter() - start[1]))
+        tell(f"  round {number + 1} of {rounds}")
+    return times
 
 
-def timed(step: Callable[[], None], device: str) -> tuple[float, float]:
-    """(CPU seconds of all threads, wall seconds) of one step."""
-    gc.collect()
-    _synchronise(device)
-    start = time.process_time(), time.perf_counter()
-    step()
-    _synchronise(device)
-    return time.process_time() - start[0], time.perf_counter() - start[1]
+def count_flops(step: Step) -> int:
+    """Floating-point operations of a step that was run before: products, convolutions, attention.
 
-
-def counted_flops(step: Callable[[], None]) -> int:
-    """Operations of all matrix products, convolutions and attentions of a step.
-
-    torch's counter does not know products in place, with a vector, or attention on the CPU; without
-    them it would miss a third of our step.
+    Raises:
+        Unavailable: if a product was run that nobody counted; the ratio would be too small.
     """
-
-    def product(_total: Any, left: Any, right: Any, **_: Any) -> int:
-        return 2 * math.prod(left) * (right[-1] if len(right) > 1 else 1)
-
-    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return sdpa_flop_count(query, key, value)
-
-    def attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return sdpa_backward_flop_count(grad, query, key, value)
-
-    counter = FlopCounterMode(
-        display=False,
-        custom_mapping={
-            **dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addmv, aten.addmv_), product),
-            aten.mv: partial(product, None),
-            aten._scaled_dot_product_flash_attention_for_cpu: attention,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        },
-    )
-    with counter:
+    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with counter, _Operations() as operations:
         step()
+    unknown = {name for name, packet in operations.seen.items() if packet not in COUNTED}
+    if products := sorted(filter(PRODUCT.search, unknown)):
+        raise Unavailable(f"nobody counts {', '.join(products)}: add it to FORMULAS")
     return counter.get_total_flops()
 
 
-def peak_bytes(name: str, problem: Problem) -> int:
-    """What the method's step needs at most beside model and images; alone in its process."""
-    device = problem.images.device.type
-    METHODS[name](make_problem("micro", 2, device, 2)).step()  # libraries load at first use
-    gc.collect()
-    before = torch.cuda.memory_allocated() if device == "cuda" else _status_bytes("VmRSS")
-    step = METHODS[name](problem).step
-    step()
-    step()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")
-    step()
-    return _status_bytes("VmHWM") - before
+class _Operations(TorchDispatchMode):
+    """Which operations were run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen[str(func.overloadpacket)] = func.overloadpacket
+        return func(*args, **(kwargs or {}))
 
 
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+def _added_product(total: Any, left: Any, right: Any, **_: Any) -> int:
+    """total += left @ right, by shapes: [.., N, K] with [.., K, P] or [K]."""
+    return 2 * math.prod(left) * (right[-1] if len(right) > 1 else 1)
 
 
-def _synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_flop_count(query, key, value)
 
 
-def memory_elsewhere(name: str, size: str, microbatch: int, options: argparse.Namespace) -> int:
-    """`peak_bytes` in a new process."""
-    if options.device == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
-        raise Unavailable("memory: this system has no /proc/self/clear_refs")
-    command = [sys.executable, __file__, "--sizes", size, "--microbatch", str(microbatch)]
-    command += ["--methods", name, "--memory-only", "--device", options.device]
-    command += ["--threads", str(options.threads), "--logical-batch", str(2 * microbatch)]
-    command += ["--per-image-gib", str(options.per_image_gib)]
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Unavailable(f"memory: its process ended with {done.returncode} ({last})")
-    return int(done.stdout)
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_backward_flop_count(gradient, query, key, value)
 
 
-# -- one size and microbatch -----------------------------------------------------------------------
+def _convolution_backward(gradient: Any, inputs: Any, weight: Any, *more: Any, **_: Any) -> int:
+    """Of inputs and weight each as much as the forward, groups or not."""
+    transposed, wanted = more[4], more[7]
+    forward = flop_counter.conv_flop_count(inputs, weight, gradient, transposed)
+    return forward * sum(wanted[:2])
 
 
-def ready(name: str, problem: Problem) -> Method:
-    """Build a method and run it twice, so that what happens once is over."""
-    try:
-        method = METHODS[name](problem)
-        method.step()
-        if not name.startswith("whole"):
-            method.step()
-    except torch.OutOfMemoryError as error:
-        raise Unavailable("the device has too little memory") from error
-    except Unavailable:
-        raise
-    except Exception as error:
-        if name.startswith(MAY_FAIL):
-            raise Unavailable(f"failed: {type(error).__name__}: {error}") from error
-        raise
-    return method
+aten = torch.ops.aten
+FORMULAS = {
+    aten.convolution_backward: _convolution_backward,  # torch's is too much where there are groups
+    **dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addmv, aten.addmv_), _added_product),
+    aten.mv: lambda matrix, vector, **_: 2 * math.prod(matrix),
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+COUNTED = {*flop_counter.flop_registry, *FORMULAS}
+PRODUCT = re.compile("mm|mv|matmul|dot|attention|conv|linear_|einsum|addr|cdist|outer|addbmm")
 
 
-def measure(size: str, microbatch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all methods at one size and microbatch."""
-    problem = make_problem(
-        size, microbatch, options.device, options.logical_batch, int(options.per_image_gib * 2**30)
-    )
-    wanted = dict.fromkeys(each for name in options.methods for each in (baseline_of(name), name))
-    runnable: dict[str, Method] = {}
-    reasons: dict[str, list[str]] = {name: [] for name in wanted}
-    for name in wanted:
-        _tell(f"{size}, microbatch {microbatch}: warming up {name}")
+class PeakMemory:
+    """The most memory since `reset`, in bytes, and what is held now."""
+
+    def __init__(self, device: str) -> None:
+        self._is_cuda = device == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was before."""
+        gc.collect()
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
         try:
-            runnable[name] = ready(name, problem)
-        except Unavailable as why:
-            reasons[name].append(str(why))
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runnable}
-    for number in range(options.rounds):
-        _tell(f"{size}, microbatch {microbatch}: round {number + 1} of {options.rounds}")
-        names = list(runnable)
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            seconds[name].append(timed(runnable[name].step, options.device))
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError as error:
+            raise Unavailable(f"peak memory needs Linux's /proc/self/clear_refs: {error}") from None
+
+    def peak(self) -> int:
+        """Since the reset."""
+        return torch.cuda.max_memory_allocated() if self._is_cuda else _resident("VmHWM")
+
+    def now(self) -> int:
+        """At this moment."""
+        return torch.cuda.memory_allocated() if self._is_cuda else _resident("VmRSS")
+
+
+def _resident(entry: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:"))
+
+
+def measure_memory(method: str, work: Workload) -> dict[str, int]:
+    """What the first and the second step of a method add to model and images, in bytes."""
+    small = replace(work, size="micro", image_size=64, microbatch=2, logical_batch=2)
+    METHODS[method].make(small)()  # loads libraries, which are nobody's step
+    assert work.batch  # and with it the model
+    memory = PeakMemory(work.device)
+    before = memory.now()
+    step = METHODS[method].make(work)
+    step()
+    first = memory.peak() - before
+    memory.reset()
+    step()
+    return {"memory_bytes": memory.peak() - before, "memory_first_step_bytes": first}
+
+
+def memory_of_a_child(method: str, options: argparse.Namespace, size: str, microbatch: int) -> Any:
+    """`measure_memory` in a process of its own: its numbers, or why there are none."""
+    command = [sys.executable, __file__, "--memory-of", method, "--sizes", size]
+    command += ["--microbatch", str(microbatch), "--methods", method]
+    for name in ("threads", "device", "image_size", "vmap_chunk", "logical_batch"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"reason": f"the measuring process ended with {child.returncode}: {last}"}
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def benchmark(options: argparse.Namespace, size: str, microbatch: int) -> list[dict[str, Any]]:
+    """One row for each method of one size and microbatch."""
+    work = workload(options, size, microbatch)
+    rows = {name: empty_row(name, options, size, microbatch) for name in options.methods}
+    steps: dict[str, Step] = {}
     flops: dict[str, int] = {}
-    memory: dict[str, int] = {}
-    for name, method in runnable.items():
-        _tell(f"{size}, microbatch {microbatch}: FLOPs and memory of {name}")
-        if "flops" in options.without:
-            reasons[name].append("FLOPs: left out by --without")
-        elif "compiled" in name or name.startswith(("whole", "empty")):
-            reasons[name].append("FLOPs: counted of eager microbatches only")
-        else:
-            flops[name] = counted_flops(method.step)
-    notes = {name: method.note for name, method in runnable.items()}
-    runnable.clear()
-    for name in seconds:
-        if "memory" in options.without:
-            reasons[name].append("memory: left out by --without")
+    for name in options.methods:
+        tell(f"{size}, microbatch {microbatch}: {name}: warm-up, FLOPs")
+        try:
+            steps[name] = ready(name, work)
+        except Unavailable as error:
+            rows[name]["reasons"]["skipped"] = str(error)
+            tell(f"  skipped: {error}")
             continue
         try:
-            memory[name] = memory_elsewhere(name, size, microbatch, options)
-        except Unavailable as why:
-            reasons[name].append(str(why))
-    shared = {"size": size, "microbatch": microbatch, **environment(options)}
-    return [
-        {
-            **shared,
-            "method": name,
-            "baseline": baseline_of(name),
-            **_times("cpu", name, seconds, 0),
-            **_times("wall", name, seconds, 1),
-            "memory_ratio": _ratio(memory, name),
-            "memory_bytes": memory.get(name),
-            "flop_ratio": _ratio(flops, name),
-            "flops": flops.get(name),
-            "note": notes.get(name) or None,
-            "reason": "; ".join(reasons[name]) or None,
-        }
-        for name in wanted
-    ]
+            if "compiled" in name:
+                raise Unavailable("the counter does not see inside compiled kernels")
+            flops[name] = count_flops(steps[name])
+        except Unavailable as error:
+            rows[name]["reasons"]["flop_ratio"] = str(error)
+    add_times(rows, time_rounds(steps, options.rounds, synchroniser(options.device)), options)
+    for name, row in rows.items():
+        row["flops"] = flops.get(name)
+        if options.no_memory:
+            row["reasons"]["memory_ratio"] = "not asked for: --no-memory"
+    steps.clear()  # leave the machine's memory to the measuring processes
+    del work
+    if not options.no_memory:
+        add_memory(rows, options, size, microbatch)
+    for row in rows.values():
+        baseline = rows[row["baseline"]]
+        for ratio, value in (("memory_ratio", "memory_bytes"), ("flop_ratio", "flops")):
+            if row[value] and baseline[value]:
+                row[ratio] = row[value] / baseline[value]
+    return list(rows.values())
 
 
-def _times(
-    clock: str, name: str, seconds: dict[str, list[tuple[float, float]]], which: int
-) -> dict[str, Any]:
-    """Medians and quartiles of a method's seconds, and of their ratio to the baseline's."""
-    values: dict[str, list[float] | None] = {"seconds": None, "ratio": None}
-    if name in seconds:
-        values["seconds"] = [pair[which] for pair in seconds[name]]
-        if (baseline := seconds.get(baseline_of(name))) is not None:
-            pairs = zip(seconds[name], baseline, strict=True)
-            values["ratio"] = [own[which] / plain[which] for own, plain in pairs]
-    found: dict[str, Any] = {}
-    for what, numbers in values.items():
-        found[f"{clock}_{what}"] = statistics.median(numbers) if numbers else None
-        found[f"{clock}_{what}_quartiles"] = _quartiles(numbers) if numbers else None
-    return found
+def ready(name: str, work: Workload) -> Step:
+    """A method's step, run twice so that what happens only once is over.
+
+    Raises:
+        Unavailable: if it cannot be had here, or fails and is not ours.
+    """
+    try:
+        step = METHODS[name].make(work)
+        step()
+        step()
+    except torch.OutOfMemoryError as error:
+        raise Unavailable("the device has too little memory") from error
+    except Exception as error:
+        if isinstance(error, Unavailable) or not METHODS[name].may_fail:
+            raise
+        first = (str(error).splitlines() or [""])[0]
+        raise Unavailable(f"failed: {type(error).__name__}: {first}") from error
+    return step
 
 
-def _quartiles(numbers: list[float]) -> list[float]:
-    if len(numbers) == 1:
-        return numbers * 2
-    low, _, high = statistics.quantiles(numbers, n=4, method="inclusive")
-    return [low, high]
+def empty_row(name: str, options: argparse.Namespace, size: str, microbatch: int) -> dict[str, Any]:
+    """What is known of a row before anything is measured; null = not measured, see `reasons`."""
+    row: dict[str, Any] = {"size": size, "microbatch": microbatch, "method": name}
+    row["baseline"] = METHODS[name].baseline
+    for measure in ("cpu", "wall"):
+        row |= {f"{measure}_ratio": None, f"{measure}_ratio_quartiles": None}
+        row |= {f"{measure}_seconds": None, f"{measure}_seconds_quartiles": None}
+    row |= {"memory_ratio": None, "memory_bytes": None, "memory_first_step_bytes": None}
+    row |= {"flop_ratio": None, "flops": None, "reasons": {}, "note": METHODS[name].note}
+    for option in ("rounds", "threads", "device", "image_size", "vmap_chunk", "logical_batch"):
+        row[option] = getattr(options, option)
+    row |= {"torch": torch.__version__, "opacus": None, "cpu": cpu_name()}
+    row["gpu"] = torch.cuda.get_device_name() if options.device == "cuda" else None
+    if name.startswith("opacus") and util.find_spec("opacus"):
+        row["opacus"] = metadata.version("opacus")
+    return row
 
 
-def _ratio(values: dict[str, int], name: str) -> float | None:
-    baseline = values.get(baseline_of(name))
-    return values[name] / baseline if name in values and baseline else None
+def add_times(rows: dict[str, Any], times: Times, options: argparse.Namespace) -> None:
+    """Ratios round by round, then their median and quartiles."""
+    for name, measured in times.items():
+        row = rows[name]
+        baseline = times.get(row["baseline"])
+        for index, measure in enumerate(("cpu", "wall")):
+            if measure == "cpu" and options.device != "cpu":
+                row["reasons"]["cpu_ratio"] = "the host's CPU time says nothing of a device's step"
+                continue
+            summary = {f"{measure}_seconds": [both[index] for both in measured]}
+            if baseline is None:
+                row["reasons"][f"{measure}_ratio"] = f"{row['baseline']} could not be measured"
+            else:
+                pairs = zip(measured, baseline, strict=True)
+                summary[f"{measure}_ratio"] = [mine[index] / other[index] for mine, other in pairs]
+            for entry, values in summary.items():
+                row[entry] = statistics.median(values)
+                row[f"{entry}_quartiles"] = quartiles(values)
 
 
-def environment(options: argparse.Namespace) -> dict[str, Any]:
-    """Where and how it was measured."""
-    cpu = platform.processor() or platform.machine()
-    if (information := Path("/proc/cpuinfo")).exists():
-        lines = information.read_text().splitlines()
-        cpu = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), cpu)
-    return {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "cpu": cpu,
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "rounds": options.rounds,
-        "logical_batch": options.logical_batch,
-    }
+def add_memory(
+    rows: dict[str, Any], options: argparse.Namespace, size: str, microbatch: int
+) -> None:
+    """Peak memory, one process after the other."""
+    for name, row in rows.items():
+        if "skipped" in row["reasons"]:
+            continue
+        tell(f"{size}, microbatch {microbatch}: {name}: memory")
+        found = memory_of_a_child(name, options, size, microbatch)
+        if "reason" in found:
+            row["reasons"]["memory_ratio"] = found["reason"]
+        else:
+            row.update(found)
 
 
-def _tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third."""
+    if len(values) == 1:
+        return [values[0], values[0]]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+def workload(
+    options: argparse.Namespace, size: str, microbatch: int, is_alone: bool = False
+) -> Workload:
+    """The model and microbatch of a row."""
+    return Workload(
+        size=size,
+        microbatch=microbatch,
+        image_size=options.image_size,
+        logical_batch=options.logical_batch,
+        vmap_chunk=options.vmap_chunk,
+        device=options.device,
+        is_alone=is_alone,
+    )
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a Markdown table with its notes below."""
+def synchroniser(device: str) -> Callable[[], None]:
+    """Waits until the device has done what it was told."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def number(value: float | None, form: str, quartiles: list[float] | None = None) -> str:
-        if value is None:
-            return "–"
-        spread = f" ({quartiles[0]:{form}} to {quartiles[1]:{form}})" if quartiles else ""
-        return f"{value:{form}}{spread}"
 
-    lines = [
-        "| size | images | method | over | CPU time | wall time | peak memory | FLOPs | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def tell(message: str) -> None:
+    """Progress, apart from the table."""
+    print(message, file=sys.stderr, flush=True)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, and what its reader must know."""
+    lines = ["| size | M | method | CPU time | wall time | memory | FLOPs | seconds |", "|---" * 8]
+    lines[1] += "|"
     for row in rows:
-        cells = [
-            row["size"],
-            str(row["microbatch"]),
-            f"`{row['method']}`",
-            f"`{row['baseline']}`",
-            number(row["cpu_ratio"], ".3f", row["cpu_ratio_quartiles"]),
-            number(row["wall_ratio"], ".3f", row["wall_ratio_quartiles"]),
-            number(row["memory_ratio"], ".2f")
-            + (f" ({row['memory_bytes'] / 2**20:,.0f} MiB)" if row["memory_bytes"] else ""),
-            number(row["flop_ratio"], ".3f"),
-            number(row["cpu_seconds"], ".3f"),
-        ]
+        cells = [row["size"], str(row["microbatch"]), row["method"]]
+        if "skipped" in row["reasons"]:
+            cells += [f"skipped: {row['reasons']['skipped']}", *[""] * 4]
+        else:
+            cells += [_spread(row, "cpu_ratio"), _spread(row, "wall_ratio")]
+            cells += [_memory(row), _number(row["flop_ratio"], ".3f")]
+            cells.append(_number(row["cpu_seconds"] or row["wall_seconds"], ".2f"))
         lines.append(f"| {' | '.join(cells)} |")
     first = rows[0]
-    lines.append(
-        f"\nMedians (and quartiles) of {first['rounds']} interleaved rounds, ratios to the step "
-        f"named under *over*; {first['threads']} thread(s) of {first['cpu']}, device "
-        f"{first['device']}, torch {first['torch']}.\n"
-    )
-    remarks: dict[str, list[str]] = {}
+    where = first["gpu"] or first["cpu"]
+    lines += [
+        "",
+        f"{where}, {first['threads']} thread(s), torch {first['torch']}, {first['image_size']} px. "
+        f"Ratios to the plain step (time: median of {first['rounds']} rounds, quartiles in "
+        "brackets; memory: of a step beyond model and images, in its own process).",
+    ]
+    notes: dict[str, list[str]] = {}
     for row in rows:
-        for remark in filter(None, (row["note"], row["reason"])):
-            names = remarks.setdefault(remark, [])
-            if f"`{row['method']}`" not in names:
-                names.append(f"`{row['method']}`")
-    return "\n".join(lines + [f"- {', '.join(names)}: {text}." for text, names in remarks.items()])
+        for note in filter(None, [row["note"], *reasons(row)]):
+            notes.setdefault(note, []).append(row["method"])
+    for note, names in notes.items():
+        lines.append(f"- {', '.join(dict.fromkeys(names))}: {note}.")
+    if any(row["method"].startswith("whole") for row in rows):
+        lines.append(
+            f"- A logical step has {first['logical_batch']} images here; a real one has 4,096 and "
+            "more, over which noise and optimizer are spread."
+        )
+    if any(row["method"] == "vmap_chunked" for row in rows):
+        lines.append(f"- --vmap-chunk is {first['vmap_chunk']}.")
+    return "\n".join(lines)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends the program with a sentence about what does not fit."""
+def reasons(row: dict[str, Any]) -> list[str]:
+    """Why something of this row was not measured."""
+    return [
+        f"no {name.removesuffix('_ratio')} figure: {reason}"
+        for name, reason in row["reasons"].items()
+        if name != "skipped"
+    ]
 
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-        return int(text)
 
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _spread(row: dict[str, Any], ratio: str) -> str:
+    if row[ratio] is None:
+        return "-"
+    first, third = row[f"{ratio}_quartiles"]
+    return f"**{row[ratio]:.3f}** [{first:.3f}, {third:.3f}]"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    if row["memory_bytes"] is None:
+        return "-"
+    return f"{_number(row['memory_ratio'], '.2f')} ({row['memory_bytes'] / 2**20:,.0f} MiB)"
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options, checked before anything is measured."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = [name for name in METHODS if not name.startswith("plain_compiled")]
-    add("--sizes", nargs="+", choices=list(SIZES), default=["nano", "base"], help="model sizes")
-    add("--microbatch", nargs="+", type=whole_number, default=[16], help="images a step")
-    add("--methods", nargs="+", choices=list(METHODS), default=names, help="what to compare")
-    add("--rounds", type=whole_number, default=7, help="timed rounds")
-    add("--logical-batch", type=whole_number, default=64, help="images of a whole_* step")
-    add("--per-image-gib", type=float, default=4.0, help="per-image gradients kept at once")
-    add("--without", nargs="+", choices=["memory", "flops"], default=[], help="leave out")
-    add("--threads", type=whole_number, default=1)
-    add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--json", metavar="FILE", help="write the rows there")
-    add("--markdown", metavar="FILE", help="write the table there")
-    add("--memory-only", action="store_true", help=argparse.SUPPRESS)
+    add("--sizes", nargs="+", default=["nano", "base"], choices=tuple(SIZES), metavar="SIZE")
+    add("--microbatch", nargs="+", default=[16], type=at_least(1), metavar="M")
+    add("--methods", nargs="+", default=DEFAULT_METHODS, choices=tuple(METHODS), metavar="METHOD")
+    add("--rounds", default=7, type=at_least(1), help="7 or more for figures to be quoted")
+    add("--threads", default=1, type=at_least(1))
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--image-size", default=224, type=at_least(1), help="a multiple of 16")
+    add("--logical-batch", default=64, type=at_least(1), help="images of a whole step")
+    add("--vmap-chunk", default=4, type=at_least(1), help="images at a time of vmap_chunked")
+    add("--no-memory", action="store_true", help="do not measure memory")
+    add("--json", type=Path, metavar="FILE", help="a list with one object for each row")
+    add("--markdown", type=Path, metavar="FILE")
+    add("--memory-of", choices=tuple(METHODS), help=argparse.SUPPRESS)  # in a child
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, but torch sees no CUDA device here; use --device cpu")
-    if not options.per_image_gib > 0:
-        parser.error(f"--per-image-gib is {options.per_image_gib}; it must be greater than 0")
-    for microbatch in options.microbatch:
-        if options.logical_batch % microbatch and any(
-            n.startswith("whole") for n in options.methods
-        ):
-            parser.error(
-                f"--logical-batch is {options.logical_batch}, not a multiple of --microbatch "
-                f"{microbatch}: a whole step is made of whole microbatches"
-            )
+    check(parser, options)
+    needed = [METHODS[name].baseline for name in options.methods]
+    needed += [METHODS[name].baseline for name in needed]  # ours_bf16 needs plain_bf16, it plain
+    options.methods = list(dict.fromkeys([*needed[::-1], *options.methods]))
     return options
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What argparse cannot see; ends the program with a sentence."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda and torch sees no CUDA device here; use --device cpu")
+    try:
+        num_visible_patches(options.image_size, 16)
+    except ValueError as error:
+        parser.error(f"--image-size: {error}")
+    whole = [name for name in options.methods if name.startswith("whole")]
+    for microbatch in options.microbatch if whole else ():
+        if options.logical_batch % microbatch:
+            parser.error(
+                f"--logical-batch is {options.logical_batch}; for {whole[0]} it must be a multiple "
+                f"of the microbatch, {microbatch}"
+            )
+    for option in ("json", "markdown"):
+        file = getattr(options, option)
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"--{option}: the folder of {file} does not exist; make it first")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer not below `least`."""
+
+    def convert(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
+        return int(text)
+
+    return convert
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the files."""
+    """Measure, print the table, write the files; after each size and microbatch what there is."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap says so itself
-    if options.memory_only:
-        size, microbatch = options.sizes[0], options.microbatch[0]
-        budget = int(options.per_image_gib * 2**30)
-        problem = make_problem(size, microbatch, options.device, options.logical_batch, budget)
-        print(peak_bytes(options.methods[0], problem))
+    if options.memory_of:
+        work = workload(options, options.sizes[0], options.microbatch[0], is_alone=True)
+        try:
+            print(json.dumps(measure_memory(options.memory_of, work)))
+        except (Unavailable, torch.OutOfMemoryError) as error:
+            print(json.dumps({"reason": str(error).splitlines()[0]}))
         return
     rows: list[dict[str, Any]] = []
     for size in options.sizes:
         for microbatch in options.microbatch:
-            rows += measure(size, microbatch, options)
+            rows += benchmark(options, size, microbatch)
             if options.json:
-                Path(options.json).write_text(json.dumps(rows, indent=1))
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
             if options.markdown:
-                Path(options.markdown).write_text(table(rows) + "\n")
-    print(table(rows))
+                options.markdown.write_text(markdown(rows) + "\n")
+    print(markdown(rows))
 
 
 if __name__ == "__main__":
