@@ -10,7 +10,6 @@ Source: arXiv 2111.06377 (MAE), with the sizes of arXiv 2306.08842 (ViP).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -263,7 +262,7 @@ class MaskedAutoencoder(nn.Module):
         if not (self.checkpoints_activations and torch.is_grad_enabled()):
             return blocks(tokens_MLF)
         for block in blocks:
-            tokens_MLF = checkpoint(block, tokens_MLF, use_reentrant=False, context_fn=_two_runs)
+            tokens_MLF = checkpoint(block, tokens_MLF, use_reentrant=False)
         return tokens_MLF
 
     def _loss_target(self, patches_MRP: Tensor) -> Tensor:
@@ -337,24 +336,6 @@ class MaskedAutoencoder(nn.Module):
                 f"{len(images_MCHW)} images of {self.num_patches} patches need "
                 f"[{len(images_MCHW)}, {self.num_patches}]"
             )
-
-
-def _two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a checkpointed block's first and second run."""
-    return nullcontext(), _Watched()
-
-
-class _Watched:
-    """Torch function modes see what runs inside, even where their absence was asked for outside.
-
-    So that who watches a block's forward sees its second run too, which a backward asks for.
-    """
-
-    def __enter__(self) -> None:
-        self._watching = torch._C._EnableTorchFunction()
-
-    def __exit__(self, *exception: object) -> None:
-        del self._watching
 
 
 def sincos_positions(width: int, grid: int) -> np.ndarray:

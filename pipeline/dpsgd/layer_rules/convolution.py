@@ -31,8 +31,6 @@ from pipeline.dpsgd.tracing import ParameterTrace
 
 aten = torch.ops.aten
 
-aten = torch.ops.aten
-
 
 class _Convolution(torch.autograd.Function):
     """A 2-D convolution, without the gradient of weight and bias."""
@@ -54,8 +52,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors  # may run a segment again, traced
         with torch._C.DisableTorchFunction():
-            (inputs,) = ctx.saved_tensors
             ctx.site.receive(gradient, inputs)
             to_inputs = None
             if ctx.needs_input_grad[0]:

@@ -22,8 +22,6 @@ from pipeline.dpsgd.tape import (
 )
 from pipeline.dpsgd.tracing import ParameterTrace
 
-aten = torch.ops.aten
-
 
 class _Embedding(torch.autograd.Function):
     """Reads rows of a table, without the table's gradient."""
@@ -37,8 +35,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        saved = ctx.saved_tensors  # may run a segment again, traced
         with torch._C.DisableTorchFunction():
-            ctx.site.receive(gradient, *ctx.saved_tensors)
+            ctx.site.receive(gradient, *saved)
         return None, None, None, None
 
 

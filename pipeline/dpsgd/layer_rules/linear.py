@@ -29,8 +29,6 @@ from pipeline.dpsgd.tape import (
 )
 from pipeline.dpsgd.tracing import ParameterTrace
 
-aten = torch.ops.aten
-
 
 class _Linear(torch.autograd.Function):
     """y = x W' + b on rows of positions, without the gradient of W and b."""
@@ -48,8 +46,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors  # may run a segment again, traced
         with torch._C.DisableTorchFunction():
-            (inputs,) = ctx.saved_tensors
             ctx.site.receive(gradient, inputs)
             to_inputs = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
         return to_inputs, None, None, None, None

@@ -18,17 +18,13 @@ from pipeline.dpsgd.layer_rules.side_by_side import (
     lift_value,
     summed_over_positions,
 )
-from pipeline.dpsgd.per_image import (
-    FormedGradients,
-)
+from pipeline.dpsgd.per_image import FormedGradients
 from pipeline.dpsgd.tape import (
     Contribution,
     Site,
     UnsupportedOperationError,
 )
 from pipeline.dpsgd.tracing import ParameterTrace
-
-aten = torch.ops.aten
 
 aten = torch.ops.aten
 
@@ -55,8 +51,8 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, mean, inverse_std = ctx.saved_tensors  # may run a segment again, traced
         with torch._C.DisableTorchFunction():
-            inputs, mean, inverse_std = ctx.saved_tensors
             gradient = gradient.contiguous()
             ctx.site.receive(gradient, inputs, mean, inverse_std)
             to_inputs = None
