@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # The private step on a CUDA device, in at most 8 minutes: eager, compiled, bf16, all-ghost and auto.
 #
-#     benchmarks/device.sh                                   # base, and large if there is time
-#     SIZES="base" MICROBATCH=128 OUT=/results benchmarks/device.sh
-#     DEVICE=cpu SIZES="test" MICROBATCH=4 ROUNDS=1 benchmarks/device.sh   # try the script itself
+#     benchmarks/device.sh                                   # base, then large if there is time
+#     SIZES=base MICROBATCH=128 OUT=results benchmarks/device.sh
+#     DEVICE=cpu SIZES=test MICROBATCH=4 ROUNDS=1 benchmarks/device.sh     # try the script itself
 #
 # One JSON and one Markdown file for each part lie in $OUT when it ends; a part that runs out of time
-# is told, and the others stand. Eager parts come first: compiling may take the longest.
+# is told, and the others stand. Of the first size everything, eager first, as compiling may take the
+# longest; of further sizes the eager steps.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -44,12 +45,14 @@ part() { # part NAME SIZE METHOD...: one run of step.py in the time that is left
   fi
 }
 
-for size in $SIZES; do
-  part eager "$size" plain ours ours_ghost plain_bf16 ours_bf16 ours_ghost_bf16
-  part compiled "$size" plain_compiled ours_compiled plain_compiled_bf16 ours_compiled_bf16 \
-    --no-memory
+first=${SIZES%% *}
+part eager "$first" plain ours ours_ghost plain_bf16 ours_bf16 ours_ghost_bf16
+part whole "$first" whole_plain whole_ours --no-memory
+part compiled_bf16 "$first" plain_compiled_bf16 ours_compiled_bf16 --no-memory
+part compiled "$first" plain_compiled ours_compiled --no-memory
+for size in ${SIZES#"$first"}; do
+  part eager "$size" plain ours ours_ghost plain_bf16 ours_bf16 ours_ghost_bf16 --no-memory
 done
-part whole "${SIZES%% *}" whole_plain whole_ours --no-memory
 
 echo "== done after $SECONDS s; files in $OUT:"
 ls "$OUT"
