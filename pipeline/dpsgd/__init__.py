@@ -27,6 +27,7 @@ What epsilon this gives depends on how the microbatches of a step were drawn (Po
 on the key of the noise; both belong to the caller.
 """
 
+from pipeline.dpsgd.balance import measured_flops_per_byte
 from pipeline.dpsgd.blocks import (
     ParameterBlocks,
     all_layer,
@@ -75,6 +76,7 @@ __all__ = [
     "by_prefix",
     "make_blocks",
     "make_clipping",
+    "measured_flops_per_byte",
     "mix",
     "per_block",
     "per_layer",

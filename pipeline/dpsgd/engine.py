@@ -80,6 +80,9 @@ class ClippedGradientSum:
         mode: how a layer's norm is found: "ghost" (Gram matrices), "direct" (the gradient of every
             image) or "auto" (the cheaper one, by `flops_per_byte`).
         flops_per_byte: the machine's balance: floating-point operations in the time of one byte.
+            8 is that of a server's CPU core with AVX-512; `measured_flops_per_byte` finds yours.
+        room: "auto" keeps the gradients of all images of a layer only where they take at most so
+            many times the room of what they are made from; infinity: speed alone decides.
         checks_independence: before the gradients of a model are first used, run one more backward
             and refuse the model if the loss of one image reaches another image's activations.
 
@@ -108,6 +111,7 @@ class ClippedGradientSum:
         blocks: ParameterBlocks | None = None,
         mode: str = "auto",
         flops_per_byte: float = 8.0,
+        room: float = 1.5,
         checks_independence: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -118,7 +122,7 @@ class ClippedGradientSum:
         self._block_of = {place: k for k, places in enumerate(self._blocks) for place in places}
         self._model = model
         self._parameters = tuple(trainable_parameters(model).values())
-        self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte)
+        self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte, room=room)
         self._independence = IndependenceCheck() if checks_independence else None
         first = self._parameters[0]
         self.flat_sum = torch.zeros(

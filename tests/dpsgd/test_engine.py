@@ -18,6 +18,7 @@ from pipeline.dpsgd import (
     FlatClipping,
     GlobalClipping,
     PerImage,
+    measured_flops_per_byte,
     reference_clipped_sum,
 )
 
@@ -269,3 +270,18 @@ def test_bad_options_are_refused() -> None:
         ClippedGradientSum(model, FlatClipping(1.0), mode="fast")
     with pytest.raises(ValueError, match="flops_per_byte"):
         ClippedGradientSum(model, FlatClipping(1.0), flops_per_byte=0.0)
+
+
+def test_the_balance_of_this_machine_can_be_measured() -> None:
+    """It is a ratio of two times, so only its use is exact: the sum stays what it is."""
+    balance = measured_flops_per_byte("cpu", rounds=1)
+    assert math.isfinite(balance) and balance > 0
+    model, images = transformer(), images_of(3)
+    sums = []
+    for chosen in ({"flops_per_byte": balance, "room": math.inf}, {}):
+        clipped = ClippedGradientSum(model, FlatClipping(0.5), **chosen)
+        clipped.accumulate(lambda: model(images).square().sum(dim=1))
+        sums.append(clipped.flat_sum)
+    torch.testing.assert_close(*sums, rtol=1e-10, atol=1e-14)
+    with pytest.raises(ValueError, match="rounds must be at least 1"):
+        measured_flops_per_byte("cpu", rounds=0)
