@@ -118,6 +118,7 @@ class WholeOptimizer:
         _require(gradient, self._accepted)
         gradient.assign(self._model)
         self._optimizer.step()
+        self._optimizer.zero_grad()  # 4 bytes a parameter, else held beside the next activations
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, on rank 0."""
@@ -298,6 +299,8 @@ class ShardedOptimizer:
 
     def restore(self, tensors: Mapping[str, Tensor], reset: Reset = "none") -> None:
         """Put this rank's slice of the state back."""
+        if reset == "all":  # of whatever model it is
+            return
         own: dict[str, Tensor] = {}
         named = []
         for piece in self._pieces:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gloo import exact_shares, exact_total, run_ranks
+from phase_fixtures import Crash
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline import recipe
+from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
 from pipeline.dpsgd import (
     ParameterLayout,
     PublicGradient,
@@ -22,7 +26,12 @@ from pipeline.dpsgd import (
 )
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.noise import KeyedNoise
+from pipeline.storage import Location
+from pipeline.training import sharding
+from pipeline.training.checkpoint import all_checkpoints, load_checkpoint
+from pipeline.training.phase import run_phase
 from pipeline.training.ranks import Ranks
+from pipeline.training.settings import PhaseSettings
 from pipeline.training.sharding import PhaseOptimizer, open_optimizer
 
 OPTIMIZERS = {
@@ -190,6 +199,75 @@ def tiny_main(rank: int, world_size: int) -> None:
 
 def test_more_ranks_than_numbers() -> None:
     run_ranks(3, tiny_main)
+
+
+@pytest.mark.parametrize("resources", [SHARDED, WHOLE], ids=["sharded", "whole"])
+def test_no_gradient_lies_beside_the_next_steps_activations(
+    resources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as large as the weights, and of no use once they have moved."""
+    monkeypatch.setattr(sharding, "all_gather_slices", lambda home, part: home.copy_(part))
+    model, ranks = make_model(), Ranks(torch.device("cpu"))
+    kind = sharding.ShardedOptimizer if resources is SHARDED else sharding.WholeOptimizer
+    optimizer = kind(model, make_phase("adamw", resources).optimizer, ranks, ReleasedGradient)
+    optimizer.step(gradient_of(0, ParameterLayout.of(model), 0, 1, optimizer))
+    moved = [each for group in optimizer._optimizer.param_groups for each in group["params"]]
+    assert len(moved) == len(ParameterLayout.of(model).names)
+    assert all(parameter.grad is None for parameter in (*moved, *model.parameters()))
+
+
+@pytest.mark.parametrize("resources", [SHARDED, WHOLE], ids=["sharded", "whole"])
+def test_reset_all_takes_the_state_of_any_model(resources: dict[str, Any]) -> None:
+    """It is the remedy that the refusal of another shape names."""
+    model = make_model()
+    optimizer = open_optimizer(model, make_phase("adamw", resources), one_of_two(), is_private=True)
+    for reset in ("none", "m"):
+        with pytest.raises(ValueError, match="set reset_optimizer: all"):
+            optimizer.restore({"0.weight|exp_avg": torch.zeros(7, 7)}, reset)  # type: ignore[arg-type]
+    optimizer.restore({"0.weight|exp_avg": torch.zeros(7, 7)}, "all")
+
+
+# -- a whole phase ---------------------------------------------------------------------------------
+
+
+def run_phases(rank: int, world_size: int, folder: Path, given: dict[str, Any]) -> None:
+    """A phase straight through in slices; and one that crashes whole and goes on in slices."""
+
+    def of(place: str, resources: dict[str, Any]) -> PhaseSettings:
+        made = PhaseSettings.from_json(given | {"output": str(folder / place), "run": place})
+        changed = made.phase.resources.model_copy(update=resources)
+        return replace(made, phase=made.phase.model_copy(update={"resources": changed}))
+
+    def units(config: StreamConfig, crash: int | None = None) -> Iterator[Unit]:
+        for unit in thread_pool_units(config, rank, world_size):
+            if unit.step == crash:
+                raise Crash
+            yield unit
+
+    ranks = Ranks(torch.device("cpu"))
+    run_phase(of("straight", SHARDED), ranks, units, lambda metrics: None)
+    with pytest.raises(Crash):
+        run_phase(of("broken", WHOLE), ranks, lambda config: units(config, 3), lambda metrics: None)
+    run_phase(of("broken", SHARDED), ranks, units, lambda metrics: None)
+
+
+@pytest.mark.slow
+def test_a_phase_changes_to_slices_when_it_is_resumed(
+    settings: Callable[..., PhaseSettings], public_set: str, tmp_path: Path
+) -> None:
+    """Two ranks, private, the key pinned: the same checkpoint to the bit."""
+    made = settings(
+        phase={"microbatch_size": 4}, seed=7, dataset_root=public_set, domain="public-some"
+    )
+    run_ranks(2, run_phases, tmp_path, made.to_json())
+    straight, broken = (
+        load_checkpoint(all_checkpoints(Location(str(tmp_path / place)))[-1])
+        for place in ("straight", "broken")
+    )
+    assert straight.facts.step == broken.facts.step == 6
+    assert straight.weights_digest == broken.weights_digest
+    assert straight.optimizer
+    assert_equal(straight.optimizer, broken.optimizer)
 
 
 # -- what an optimizer takes -----------------------------------------------------------------------
