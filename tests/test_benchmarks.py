@@ -60,7 +60,8 @@ def test_rows_and_table(step: Any, tmp_path: Path, capsys: pytest.CaptureFixture
         assert rows[name]["cpu_ratio"] == rows[name]["flop_ratio"] == 1.0
     assert rows["whole_plain"]["flops"] == 2 * rows["plain"]["flops"]  # two microbatches
     assert rows["ours_bf16"]["baseline"] == "plain_bf16"
-    assert rows["ours"]["flop_ratio"] < rows["opacus_ghost"]["flop_ratio"]
+    peer = rows["opacus_ghost"]["flop_ratio"]
+    assert peer is None or rows["ours"]["flop_ratio"] < peer  # None: not installed
     assert table.strip() == capsys.readouterr().out.strip()
     assert table.count("\n| micro | 2 | ") == len(rows)
     assert "a real one has 4,096" in table and "to plain_bf16" in table
