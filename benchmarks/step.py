@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
@@ -47,6 +47,7 @@ from pipeline.models.sizes import SIZES, num_visible_patches
 DEFAULT_METHODS = ("plain", "ours", "ours_ghost", "ours_direct", "opacus_hooks", "opacus_ghost")
 DEFAULT_METHODS += ("vmap", "vmap_chunked", "plain_bf16", "ours_bf16", "whole_plain", "whole_ours")
 
+Rows = list[dict[str, Any]]
 Times = dict[str, list[tuple[float, float]]]
 """(CPU seconds, wall seconds) of every round, by method."""
 
@@ -195,8 +196,8 @@ def memory_of_a_child(method: str, options: argparse.Namespace, size: str, micro
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def benchmark(options: argparse.Namespace, size: str, microbatch: int) -> list[dict[str, Any]]:
-    """One row for each method of one size and microbatch."""
+def benchmark(options: argparse.Namespace, size: str, microbatch: int) -> Iterator[Rows]:
+    """One row for each method of one size and microbatch: with times, then with memory too."""
     work = workload(options, size, microbatch)
     rows = {name: empty_row(name, options, size, microbatch) for name in options.methods}
     steps: dict[str, Step] = {}
@@ -218,21 +219,27 @@ def benchmark(options: argparse.Namespace, size: str, microbatch: int) -> list[d
     add_times(rows, time_rounds(steps, options.rounds, synchroniser(options.device)), options)
     for name, row in rows.items():
         row["flops"] = flops.get(name)
-        if options.no_memory:
-            row["reasons"]["memory_ratio"] = "not asked for: --no-memory"
+        row["reasons"].setdefault("memory_ratio", "not asked for: --no-memory, or not yet measured")
+    add_ratios(rows, "flop_ratio", "flops")
+    yield list(rows.values())
+    if options.no_memory:
+        return
     steps.clear()  # leave the memory to the measuring processes
     del work
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    if not options.no_memory:
-        add_memory(rows, options, size, microbatch)
+    add_memory(rows, options, size, microbatch)
+    add_ratios(rows, "memory_ratio", "memory_bytes")
+    yield list(rows.values())
+
+
+def add_ratios(rows: dict[str, Any], ratio: str, value: str) -> None:
+    """A row's value over its baseline's, where both were measured."""
     for row in rows.values():
         baseline = rows[row["baseline"]]
-        for ratio, value in (("memory_ratio", "memory_bytes"), ("flop_ratio", "flops")):
-            if row[value] and baseline[value]:
-                row[ratio] = row[value] / baseline[value]
-    return list(rows.values())
+        if row[value] and baseline[value]:
+            row[ratio] = row[value] / baseline[value]
 
 
 def ready(name: str, work: Workload) -> Step:
@@ -307,6 +314,7 @@ def add_memory(
             row["reasons"]["memory_ratio"] = found["reason"]
         else:
             row.update(found)
+            row["reasons"].pop("memory_ratio", None)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -481,7 +489,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the files; after each size and microbatch what there is."""
+    """Measure, print the table, write the files; whenever there is more of it."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     if options.memory_of:
@@ -491,15 +499,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (Unavailable, torch.OutOfMemoryError) as error:
             print(json.dumps({"reason": str(error).splitlines()[0]}))
         return
-    rows: list[dict[str, Any]] = []
+    done: Rows = []
     for size in options.sizes:
         for microbatch in options.microbatch:
-            rows += benchmark(options, size, microbatch)
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
-            if options.markdown:
-                options.markdown.write_text(markdown(rows) + "\n")
-    print(markdown(rows))
+            rows: Rows = []
+            for rows in benchmark(options, size, microbatch):
+                save([*done, *rows], options)
+            done += rows
+    print(markdown(done))
+
+
+def save(rows: Rows, options: argparse.Namespace) -> None:
+    """Write the files that were asked for."""
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(rows) + "\n")
 
 
 if __name__ == "__main__":

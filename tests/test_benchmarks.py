@@ -78,6 +78,22 @@ def test_memory_of_a_step(step: Any) -> None:
         assert gradients < found["memory_first_step_bytes"] < 100 * gradients
 
 
+def test_times_are_saved_before_memory_is_measured(
+    step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the benchmark while it measures memory does not take the times along."""
+
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "memory_of_a_child", end)
+    with pytest.raises(KeyboardInterrupt):
+        run(step, tmp_path, "--methods", "plain", "--rounds", "1")
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["cpu_ratio"] == row["flop_ratio"] == 1.0
+    assert "not yet measured" in row["reasons"]["memory_ratio"]
+
+
 def test_memory_that_cannot_be_measured(
     step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
