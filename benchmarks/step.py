@@ -4,8 +4,8 @@
         --methods plain ours opacus_ghost vmap --json FILE --markdown FILE
 
 Measured so:
-- Time: one process; each round runs every method once, in an order that turns from round to round,
-  after a warm-up. A ratio is the median, over the rounds, of a method's time over its baseline's in
+- Time: one process; each round runs every method once, in an order that is turned and reversed
+  from round to round, after a warm-up. A ratio is the median, over the rounds, of a method's time over its baseline's in
   the same round, so that a drifting or shared machine touches both; with its quartiles. CPU time is
   that of all threads of the process.
 - Memory: a process of its own for each method. On the CPU: the most resident memory during a second
@@ -56,12 +56,13 @@ Times = dict[str, list[tuple[float, float]]]
 
 
 def time_rounds(steps: dict[str, Step], rounds: int, synchronise: Callable[[], None]) -> Times:
-    """Every method once a round, each round beginning with another one."""
+    """Every method once a round; no method always first, or always after the same one."""
     times: Times = {name: [] for name in steps}
     names = list(steps)
     for number in range(rounds):
         turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        order = names[turn:] + names[:turn]
+        for name in order if number % 2 == 0 else order[::-1]:
             gc.collect()
             synchronise()
             start = time.process_time(), time.perf_counter()
