@@ -1,13 +1,13 @@
 """What a private step costs: time, memory and counted FLOPs over those of the plain step.
 
-    python benchmarks/step.py --sizes nano base --microbatch 16 --rounds 7 \
+    python benchmarks/step.py --sizes nano base --microbatch 16 --rounds 7 \\
         --methods plain ours opacus_ghost vmap --json FILE --markdown FILE
 
 Measured so:
 - Time: one process; each round runs every method once, in an order that is turned and reversed
-  from round to round, after a warm-up. A ratio is the median, over the rounds, of a method's time over its baseline's in
-  the same round, so that a drifting or shared machine touches both; with its quartiles. CPU time is
-  that of all threads of the process.
+  from round to round, after a warm-up. A ratio is the median, over the rounds, of a method's time
+  over its baseline's in the same round, so that a drifting or shared machine touches both; with its
+  quartiles. CPU time is that of all threads of the process.
 - Memory: a process of its own for each method. On the CPU: the most resident memory during a second
   step, less that before the method was made, with model and images already there; so gradients and
   sums, activations, and what the allocator keeps for them are counted, and weights are not. (The
