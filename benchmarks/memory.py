@@ -11,14 +11,13 @@ one is computed, "whole step" the peak over all, libraries included (about 400 M
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import click
 import torch
+from step import PeakMemory
 
 from pipeline.dpsgd import (
     ClippedGradientSum,
@@ -54,12 +53,13 @@ def measure(size: str, microbatch: int, *, is_private: bool, checkpoints: bool) 
     else:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-    before, started = _resident_bytes(), time.process_time()
+    memory = PeakMemory("cpu")
+    before, started = memory.now(), time.process_time()
     if engine is not None:
         engine.accumulate(lambda: model(images, uniforms))
     else:
         model(images, uniforms).sum().backward()
-    seconds, during = time.process_time() - started, _peak_bytes() - before
+    seconds, during = time.process_time() - started, memory.peak() - before
     if engine is not None:
         noise = KeyedNoise(noise_key=AttemptKey.seeded(0).noise_key())
         released = release_gradient(
@@ -78,18 +78,9 @@ def measure(size: str, microbatch: int, *, is_private: bool, checkpoints: bool) 
     return {
         "weights": 4 * layout.num_coordinates / MIB,
         "microbatch": during / MIB,
-        "whole step": _peak_bytes() / MIB,
+        "whole step": memory.peak() / MIB,
         "CPU s": seconds,
     }
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @click.command()
@@ -109,7 +100,8 @@ def main(sizes: tuple[str, ...], microbatch: int, row: str | None) -> None:
             command = [sys.executable, __file__, "--sizes", size, "--row", kind]
             command += ["--microbatch", str(microbatch)]
             found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-            cells = [f"{size}, {kind}", *(f"{value:,.0f}" for value in found.values())]
+            *mebibytes, seconds = found.values()
+            cells = [f"{size}, {kind}", *(f"{value:,.0f}" for value in mebibytes), f"{seconds:.1f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

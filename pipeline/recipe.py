@@ -277,7 +277,7 @@ class Phase(_Strict):
     that its duration does not tell the realised size."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the model's blocks for the backward and compute the rest again: the
-    same result for about a third more time. Public phases need less than half of the memory of a
+    same result for one more forward of the blocks. Public phases need about half of the memory of a
     microbatch; private ones gain nothing yet, for they keep what every layer's clipped gradient is
     made of until the clip factors are known: lower microbatch_size there."""
     checkpoint_interval: PositiveInt = 100

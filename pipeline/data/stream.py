@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.shards import ShardStore, StorageFault
-from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, record_uniforms
+from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, view_uniforms
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -216,19 +216,13 @@ class _UnitBuilder:
         ids = unit.record_ids[chunk]
         uniforms = None
         if config.augment:
-            uniforms = np.stack(
-                [
-                    record_uniforms(
-                        config.augmentation_key,
-                        unit.step,
-                        ids,
-                        purpose="crop",
-                        num_values=images.NUM_CROP_UNIFORMS,
-                        view=view,
-                    )
-                    for view in range(config.views_per_image)
-                ],
-                axis=1,
+            uniforms = view_uniforms(
+                config.augmentation_key,
+                unit.step,
+                ids,
+                purpose="crop",
+                num_values=images.NUM_CROP_UNIFORMS,
+                num_views=config.views_per_image,
             )
         pixels, is_decoded = views.read_views(
             reader,

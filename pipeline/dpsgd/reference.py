@@ -58,10 +58,15 @@ def reference_clipped_sum(
     Returns:
         The sum in the layout's order, float64. An image with weight 0, or whose loss or norm (of
         any block) is not finite, adds nothing; its factors are 0.
+
+    Raises:
+        ValueError: blocks that are not of this model's trainable parameters.
     """
     if not isinstance(model, nn.Module):
         model = list(model)
     layout = ParameterLayout.of(model)
+    places_of_blocks = (all_layer(model) if blocks is None else blocks).places(layout)
+    num_blocks = len(places_of_blocks)
     parameters = tuple(trainable_parameters(model).values())
     device = parameters[0].device
     gradients_MP = torch.zeros(
@@ -76,8 +81,11 @@ def reference_clipped_sum(
         for gradient, view in zip(gradients, views, strict=True):
             if gradient is not None:
                 view.copy_(gradient)
-    block_of_P = _block_of_coordinates(layout, all_layer(model) if blocks is None else blocks)
-    num_blocks = int(block_of_P.max()) + 1
+    block_of_P = torch.zeros(layout.num_coordinates, dtype=torch.int64, device=device)
+    views_of_blocks = tuple(layout.views(block_of_P).values())
+    for k, places in enumerate(places_of_blocks):
+        for place in places:
+            views_of_blocks[place].fill_(k)
     norms_MK = torch.zeros(num_images, num_blocks, dtype=torch.float64, device=device)
     factors_MK = torch.zeros_like(norms_MK)
     for k in range(num_blocks):
@@ -100,13 +108,3 @@ def reference_clipped_sum(
         block_norms_MK=norms_MK,
         block_factors_MK=factors_MK,
     )
-
-
-def _block_of_coordinates(layout: ParameterLayout, blocks: ParameterBlocks) -> Tensor:
-    """The number of the block that holds each coordinate, [P]."""
-    block_of_P = torch.zeros(layout.num_coordinates, dtype=torch.int64)
-    views = layout.views(block_of_P)
-    for k, names in enumerate(blocks.members.values()):
-        for name in names:
-            views[name].fill_(k)
-    return block_of_P

@@ -26,6 +26,7 @@ _HOME = {
     "checksum": "sampling",
     "expected_coverage": "sampling",
     "record_uniforms": "sampling",
+    "view_uniforms": "sampling",
     "KeyedNoise": "noise",
     "Attempt": "ledger",
     "BudgetExceeded": "ledger",

@@ -277,6 +277,23 @@ def record_uniforms(
     return values.reshape(len(record_ids), num_values)
 
 
+def view_uniforms(
+    key: bytes,
+    step: int,
+    record_ids: np.ndarray,
+    purpose: str,
+    *,
+    num_values: int,
+    num_views: int,
+) -> np.ndarray:
+    """Returns `record_uniforms` of each of V views of each record, float64 [n, V, num_values]."""
+    of_views = [
+        record_uniforms(key, step, record_ids, purpose, num_values=num_values, view=view)
+        for view in range(num_views)
+    ]
+    return np.stack(of_views, axis=1)
+
+
 def _mix64(values: np.ndarray) -> np.ndarray:
     """Returns the splitmix64 finaliser of each value: a fixed bijection of uint64."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)

@@ -32,7 +32,7 @@ from pipeline.privacy.sampling import (
     PoissonPlan,
     ShufflePlan,
     checksum,
-    record_uniforms,
+    view_uniforms,
 )
 from pipeline.storage import Location
 from pipeline.training.checkpoint import (
@@ -388,18 +388,15 @@ class _OpenPhase:
 
     def _mask_uniforms(self, step: int, record_ids: np.ndarray) -> np.ndarray:
         """Uniforms of each view's mask, [n V, T], the views of a record one after the other."""
-        of_views = [
-            record_uniforms(
-                self.augmentation_key,
-                step,
-                record_ids,
-                "mask",
-                num_values=self.model.num_patches,
-                view=view,
-            )
-            for view in range(self.settings.phase.views_per_image)
-        ]
-        return np.stack(of_views, axis=1).reshape(-1, self.model.num_patches)
+        uniforms = view_uniforms(
+            self.augmentation_key,
+            step,
+            record_ids,
+            "mask",
+            num_values=self.model.num_patches,
+            num_views=self.settings.phase.views_per_image,
+        )
+        return uniforms.reshape(-1, self.model.num_patches)
 
     def _check_delivery(self, step: int, delivered: np.ndarray) -> None:
         """Exactly-once delivery, proved over all ranks."""

@@ -235,6 +235,10 @@ def test_what_is_no_partition_is_refused() -> None:
     partial = ParameterBlocks(members={"norm": ("norm.weight", "norm.bias")})
     with pytest.raises(ValueError, match="'token' is in no block"):
         ClippedGradientSum(model, FlatClipping(1.0), blocks=partial)
+    with pytest.raises(ValueError, match="'token' is in no block"):
+        reference_clipped_sum(
+            model, lambda _: model.token.sum(), 1, FlatClipping(1.0), blocks=partial
+        )
     with pytest.raises(ValueError, match=r"style must be one of .*, not 'layerwise'"):
         make_blocks("layerwise", model)
 

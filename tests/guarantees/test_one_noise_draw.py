@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
-import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from dpsgd_seeded_noise import SeededNoise
+from gloo import run_ranks
 
 from pipeline.dpsgd import (
     ClippedGradientSum,
@@ -92,12 +91,8 @@ def test_a_step_is_released_once() -> None:
         released([torch.ones(5)], noise)
 
 
-def rank_main(rank: int, world_size: int, port: int, folder: Path) -> None:
+def rank_main(rank: int, world_size: int, folder: Path) -> None:
     """One rank of the test below."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
     flat_sums = list(torch.from_numpy(np.load(folder / f"sums-{rank}.npy")))
     noise = SeededNoise()
     summed = released(flat_sums, noise)
@@ -108,7 +103,6 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path) -> None:
     assert abs(one[0][0] * BATCH - world_size) < 5 * NOISE_STD
     assert bool(tiny.drawn) == (rank == 0)
     np.savez(folder / f"{rank}.npz", summed=summed, noise_only=noise_only, slice=(start, stop))
-    torch.distributed.destroy_process_group()
 
 
 def run_world(flat_sums: list[list[torch.Tensor]], folder: Path) -> list[dict[str, np.ndarray]]:
@@ -116,21 +110,7 @@ def run_world(flat_sums: list[list[torch.Tensor]], folder: Path) -> list[dict[st
     world_size = len(flat_sums)
     for rank, steps in enumerate(flat_sums):
         np.save(folder / f"sums-{rank}.npy", torch.stack(steps).numpy())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")  # imports torch once for all ranks
-    context.set_forkserver_preload(["torch"])
-    ranks = [
-        context.Process(target=rank_main, args=(rank, world_size, port, folder))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0] * world_size
+    run_ranks(world_size, rank_main, folder)
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
 
 

@@ -20,6 +20,7 @@ from pipeline.privacy.sampling import (
     checksum,
     expected_coverage,
     record_uniforms,
+    view_uniforms,
 )
 
 KEY = AttemptKey.seeded(7).sampling_key()
@@ -277,6 +278,15 @@ def test_augmentation_by_record_id() -> None:
     for variant in variants:
         assert not np.any(variant == whole)
     assert record_uniforms(KEY, 3, ids[:0], purpose="mask", num_values=20).shape == (0, 20)
+
+
+def test_views_of_a_record_are_its_uniforms_by_view() -> None:
+    ids = np.array([4, 5, -1])
+    views = view_uniforms(KEY, 3, ids, "crop", num_values=7, num_views=3)
+    assert views.shape == (3, 3, 7)
+    for view in range(3):
+        alone = record_uniforms(KEY, 3, ids, "crop", num_values=7, view=view)
+        np.testing.assert_array_equal(views[:, view], alone)
 
 
 def test_record_uniforms_are_uniform() -> None:
