@@ -48,7 +48,9 @@ def measure(size: str, microbatch: int, *, is_private: bool, checkpoints: bool) 
     uniforms = torch.rand(microbatch, model.num_patches)
     engine = None
     if is_private:
-        engine = ClippedGradientSum(model, FlatClipping(1.0), checks_independence=False)
+        engine = ClippedGradientSum(
+            model, FlatClipping(1.0), two_backwards=checkpoints, checks_independence=False
+        )
         engine.flat_sum.fill_(0.0)  # so that it is resident
     else:
         for parameter in model.parameters():

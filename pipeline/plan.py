@@ -316,8 +316,7 @@ def memory_bytes(recipe: Recipe, phase: Phase) -> int:
     Assumption: fp32 weights, gradient sum, two optimizer moments and one reduction buffer (20 bytes
     a parameter; moments and buffer divided by the workers that share them), and 34 bytes a token
     and unit of width in each block (activations kept for the backward with fused attention). A
-    checkpointed public phase keeps 4 bytes of each block and all of one; a private one keeps every
-    layer's activations and gradients until the clip factors are known, so nothing is saved there.
+    checkpointed phase keeps 4 bytes of each block and all of one.
     """
     model = recipe.model
     size = model_size(model.size)
@@ -329,7 +328,7 @@ def memory_bytes(recipe: Recipe, phase: Phase) -> int:
     num_rows = phase.microbatch_size * phase.views_per_image
     block = 34 * 2 * half
     kept = block * (size.depth * encoder + size.decoder_depth * decoder)
-    if phase.activation_checkpointing and phase.kind == "public":
+    if phase.activation_checkpointing:
         inputs = 4 * (size.depth * encoder + size.decoder_depth * decoder)
         kept = min(kept, inputs + block * max(encoder, decoder))
     activations = int(num_rows * (kept + pixels))

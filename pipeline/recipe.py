@@ -276,10 +276,9 @@ class Phase(_Strict):
     """Private phases: every step computes as many microbatches as mean + 6 sd of its size needs, so
     that its duration does not tell the realised size."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of the model's blocks for the backward and compute the rest again: the
-    same result for one more forward of the blocks. Public phases need about half of the memory of a
-    microbatch; private ones gain nothing yet, for they keep what every layer's clipped gradient is
-    made of until the clip factors are known: lower microbatch_size there."""
+    """Keep only the inputs of the model's blocks for the backward and compute the rest again: less
+    memory for one more forward of the blocks; in a private phase for two more and a second backward
+    (the first finds the norms)."""
     checkpoint_interval: PositiveInt = 100
     """K: steps between checkpoints, and the number of steps charged ahead."""
     crop_scale: tuple[Probability, Probability] = (0.2, 1.0)

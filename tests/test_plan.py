@@ -171,4 +171,4 @@ def test_memory_of_shared_state_and_checkpointed_blocks() -> None:
     checkpointed = "phases.warmup.activation_checkpointing=true"
     assert public(checkpointed) < public()
     private_too = private(demo("phases.private.activation_checkpointing=true"))
-    assert private_too.memory_bytes == private(demo()).memory_bytes
+    assert private_too.memory_bytes < private(demo()).memory_bytes

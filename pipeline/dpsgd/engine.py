@@ -13,7 +13,7 @@ al., arXiv 2210.00038, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,9 @@ class ClippedGradientSum:
             finds the machine's (2.8 to 3.5 on one core of an AMD EPYC with AVX-512).
         room: "auto" keeps the gradients of all images of a layer only where they take at most so
             many times the room of what they are made from; infinity: speed alone decides.
+        two_backwards: find the norms in a first backward that keeps nothing, and the sum in a
+            second one over the same graph. With activation checkpointing, memory is then that of a
+            checkpointed plain step; without, it saves little. "auto" means "ghost" with it.
         checks_independence: before the gradients of a model are first used, run one more backward
             and refuse the model if the loss of one image reaches another image's activations.
 
@@ -113,6 +116,7 @@ class ClippedGradientSum:
         mode: str = "auto",
         flops_per_byte: float = 8.0,
         room: float = 1.5,
+        two_backwards: bool = False,
         checks_independence: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -124,6 +128,9 @@ class ClippedGradientSum:
         self._block_of = {place: k for k, places in enumerate(self._blocks) for place in places}
         self._model = model
         self._parameters = tuple(trainable_parameters(model).values())
+        if two_backwards and mode == "auto":  # a gradient formed for its norm would not be kept
+            mode = "ghost"
+        self._two_backwards = two_backwards
         self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte, room=room)
         self._independence = IndependenceCheck() if checks_independence else None
         first = self._parameters[0]
@@ -193,12 +200,54 @@ class ClippedGradientSum:
             is_wanted_M = torch.isfinite(losses_M.detach()) & (weights_M > 0) & (weights_M <= 1)
             with torch.autocast(device, enabled=False):
                 if self._independence is not None:
-                    self._independence.check(tape, losses_M, partial(_probe, trace, losses_M))
-                tape.begin_backward()
-                with trace:
-                    _run_backward(losses_M, is_wanted_M.to(losses_M.dtype), keeps_graph=False)
-        with torch.no_grad(), torch.autocast(device, enabled=False), exact_products():
-            return self._add(tape.finish(), losses_M.detach(), weights_M, is_wanted_M)
+                    self._independence.check(tape, losses_M, partial(_backward, trace, losses_M))
+                return self._clip_and_add(trace, losses_M, weights_M, is_wanted_M)
+
+    def _clip_and_add(
+        self, trace: ParameterTrace, losses_M: Tensor, weights_M: Tensor, is_wanted_M: Tensor
+    ) -> PerImage:
+        """From the losses to norms, to factors, to the weighted sum; in one backward or two."""
+        tape = trace.tape
+        ones_M = is_wanted_M.to(losses_M.dtype)
+        squares: dict[int, Squares] = {}
+        kept: dict[int, PerImageGradients] = {}
+
+        def measure(place: int, gradients: PerImageGradients) -> None:
+            squares[place] = gradients.squared_norms()
+            if not self._two_backwards:
+                kept[place] = gradients
+
+        tape.begin_backward(measure)
+        replay = _replay_of_random_numbers(self.flat_sum.device) if self._two_backwards else None
+        _backward(trace, losses_M, ones_M, keeps_graph=self._two_backwards)
+        with torch.no_grad(), exact_products():
+            tape.finish()
+            facts, weights_of = self._factors(squares, losses_M.detach(), weights_M, is_wanted_M)
+
+        def add(place: int, gradients: PerImageGradients) -> None:
+            if place not in squares:
+                raise UnsupportedOperationError(
+                    f"parameter {tape.names([place])} got a gradient in the second backward alone: "
+                    "its norm is unknown. Use two_backwards=False"
+                )
+            start = self.layout.offsets[place]
+            stop = start + self._parameters[place].numel()
+            with torch.no_grad():
+                weights = weights_of[self._block_of[place]]
+                gradients.add_weighted_sum(weights, self.flat_sum[start:stop])
+
+        if weights_of[0].keeps_none:
+            return facts
+        if replay is not None:
+            replay()  # a segment that drops out anew must drop what it dropped when measured
+            tape.begin_backward(add)
+            _backward(trace, losses_M, ones_M, keeps_graph=False)
+        with torch.no_grad(), exact_products():
+            if replay is not None:
+                tape.finish()
+            for place in list(kept):
+                add(place, kept.pop(place))  # and let it go
+        return facts
 
     # -- before ------------------------------------------------------------------------------------
 
@@ -234,16 +283,16 @@ class ClippedGradientSum:
 
     # -- after -------------------------------------------------------------------------------------
 
-    def _add(
+    def _factors(
         self,
-        found: dict[int, tuple[PerImageGradients, Squares]],
+        squares: Mapping[int, Squares],
         losses_M: Tensor,
         weights_M: Tensor,
         is_wanted_M: Tensor,
-    ) -> PerImage:
-        """From norms to factors to the weighted sum."""
+    ) -> tuple[PerImage, list[ImageWeights]]:
+        """From squared norms to the factors of every block."""
         of_blocks = [
-            [found[place][1] for place in places if place in found] for places in self._blocks
+            [squares[place] for place in places if place in squares] for places in self._blocks
         ]
         norms_MK = torch.stack([_whole_norms(block, weights_M) for block in of_blocks], dim=1)
         is_kept_M = is_wanted_M & torch.isfinite(norms_MK).all(dim=1)
@@ -252,20 +301,27 @@ class ClippedGradientSum:
             self._block_clipping.factors(norms_MK) * weights_M.unsqueeze(1),
             torch.zeros_like(norms_MK),
         )
-        weights_of = [ImageWeights.of(factors_M, is_kept_M) for factors_M in factors_MK.unbind(1)]
-        if not weights_of[0].keeps_none:
-            for place in list(found):
-                gradients, _ = found.pop(place)  # and let it go
-                start = self.layout.offsets[place]
-                stop = start + self._parameters[place].numel()
-                weights = weights_of[self._block_of[place]]
-                gradients.add_weighted_sum(weights, self.flat_sum[start:stop])
-        return PerImage(
+        facts = PerImage(
             losses_M=losses_M,
             norms_M=norms_MK.double().square().sum(dim=1).sqrt().to(norms_MK.dtype),
             block_norms_MK=norms_MK,
             block_factors_MK=factors_MK,
         )
+        return facts, [ImageWeights.of(factors_M, is_kept_M) for factors_M in factors_MK.unbind(1)]
+
+
+def _replay_of_random_numbers(device: torch.device) -> Callable[[], None]:
+    """Makes torch draw from here on what it draws after this call."""
+    on_host = torch.get_rng_state()
+    of_device = torch.get_device_module(device) if device.type != "cpu" else None
+    on_device = of_device.get_rng_state(device) if of_device is not None else None
+
+    def replay() -> None:
+        torch.set_rng_state(on_host)
+        if of_device is not None:
+            of_device.set_rng_state(on_device, device)
+
+    return replay
 
 
 def _whole_norms(squares: Sequence[Squares], like_M: Tensor) -> Tensor:
@@ -286,20 +342,17 @@ def _whole_norms(squares: Sequence[Squares], like_M: Tensor) -> Tensor:
     return total_M.sqrt().to(like_M.dtype)
 
 
-def _run_backward(losses_M: Tensor, gradient_M: Tensor, *, keeps_graph: bool) -> None:
-    """`torch.autograd.backward` with the trace still on, which governs checkpointed segments.
+def _backward(
+    trace: ParameterTrace, losses_M: Tensor, gradient_M: Tensor, *, keeps_graph: bool = True
+) -> None:
+    """`torch.autograd.backward` with the trace on, which governs checkpointed segments.
 
     The public function is a torch function itself, and would suspend the trace while it runs.
     """
-    torch.autograd.Variable._execution_engine.run_backward(
-        (losses_M,), (gradient_M,), keeps_graph, False, (), True, True
-    )
-
-
-def _probe(trace: ParameterTrace, losses_M: Tensor, gradient_M: Tensor) -> None:
-    """A backward before the one that counts."""
     with trace:
-        _run_backward(losses_M, gradient_M, keeps_graph=True)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (losses_M,), (gradient_M,), keeps_graph, False, (), True, True
+        )
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from pipeline.dpsgd.per_image import (
     FormedGradients,
     NormCosts,
     PerImageGradients,
-    Squares,
     added,
     exact_products,
     formed_sum,
@@ -62,6 +61,9 @@ Contribution = tuple[Target, PerImageGradients]
 
 Contribute = Callable[[Tensor, tuple[Tensor, ...], int], Iterable[Contribution]]
 """(gradient of the output, what the forward saved, number of images) -> contributions."""
+
+Collect = Callable[[int, PerImageGradients], None]
+"""(place of a parameter in the layout, the gradients of all its uses), once for each parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +129,7 @@ class Tape:
     sites: list[Site] = field(default_factory=list)
     _num_uses: Counter[Target] = field(default_factory=Counter)
     _pending: dict[Target, list[PerImageGradients]] = field(default_factory=dict)
-    _settled: dict[int, tuple[PerImageGradients, Squares]] = field(default_factory=dict)
+    _collect: Collect | None = None
     arrivals: list[Arrival] = field(default_factory=list)
     silent_places: frozenset[int] = frozenset()
     _is_sink_M: Tensor | None = None
@@ -187,9 +189,13 @@ class Tape:
         self.stage = Stage.PROBE
         self._is_sink_M = is_sink_M
 
-    def begin_backward(self) -> None:
-        """Collect from now on."""
+    def begin_backward(self, collect: Collect) -> None:
+        """Hand the gradients of every parameter over from now on, as soon as all its uses are in.
+
+        There may be a second backward over the same graph, with another `collect`.
+        """
         self.stage = Stage.BACKWARD
+        self._collect = collect
         # Asking for the precision once saves hundreds of context managers a microbatch.
         self._exact = exact_products if products_are_rounded() else nullcontext
 
@@ -230,28 +236,29 @@ class Tape:
 
     def _take(self, target: Target, gradients: PerImageGradients) -> None:
         if isinstance(target, int) and self._num_uses[target] == 1:
-            self._settle(target, gradients.settled(self.costs))
+            self._hand_over(target, gradients.settled(self.costs))
         else:  # the norm of a sum needs every use
             self._pending.setdefault(target, []).append(gradients)
 
-    def _settle(self, place: int, gradients: PerImageGradients) -> None:
-        self._settled[place] = (gradients, gradients.squared_norms())
+    def _hand_over(self, place: int, gradients: PerImageGradients) -> None:
+        assert self._collect is not None
+        self._collect(place, gradients)
 
     # -- after the backward ------------------------------------------------------------------------
 
-    def finish(self) -> dict[int, tuple[PerImageGradients, Squares]]:
-        """Every used parameter's per-image gradients and their squared norms, by place."""
+    def finish(self) -> None:
+        """The backward is over: hand over what is left, the parameters that were used often."""
         self.stage = Stage.FINISHED
         for computed in [each for each in self._pending if isinstance(each, ComputedTensor)]:
             self._pull_back(computed, self._pending.pop(computed))
         for place in [each for each in self._pending if isinstance(each, int)]:
-            self._settle(place, added(self._pending.pop(place), self.num_images, self.costs))
-        return self._settled
+            self._hand_over(place, added(self._pending.pop(place), self.num_images, self.costs))
 
     def let_go(self) -> None:
         """Forget everything, so that nothing keeps the step's activations alive."""
-        for held in (self.sites, self.arrivals, self._num_uses, self._pending, self._settled):
+        for held in (self.sites, self.arrivals, self._num_uses, self._pending):
             held.clear()
+        self._collect = None
 
     def _pull_back(self, computed: ComputedTensor, parts: list[PerImageGradients]) -> None:
         """From a computed tensor to the parameters behind it, for every image."""

@@ -85,7 +85,10 @@ class PrivateGradients:
         self._mechanism = mechanism
         self._clipping = make_clipping(privacy.clipping, privacy.max_grad_norm, privacy.gamma)
         self._sums = ClippedGradientSum(
-            model, self._clipping, blocks=make_blocks(privacy.clipping_style, model)
+            model,
+            self._clipping,
+            blocks=make_blocks(privacy.clipping_style, model),
+            two_backwards=settings.phase.activation_checkpointing,
         )
         self._divisor = settings.batch_size
         self._noise = NoiseAhead(KeyedNoise(noise_key=key.noise_key()))

@@ -67,14 +67,15 @@ def assert_equals_reference(
     torch.testing.assert_close(per_image.norms_M[used], expected.norms_M[used], rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("two_backwards", [False, True])
 @pytest.mark.parametrize("mode", ["auto", "ghost", "direct"])
 @pytest.mark.parametrize(
     "clipping", [FlatClipping(3.0), AutomaticClipping(0.3), GlobalClipping(6.0)]
 )
-def test_equals_the_reference(clipping: Clipping, mode: str) -> None:
+def test_equals_the_reference(clipping: Clipping, mode: str, two_backwards: bool) -> None:
     model, images = transformer(), images_of(6)
     weights = torch.tensor([1.0, 0.25, 0.0, 1.0, 1.0, 0.0])
-    engine = ClippedGradientSum(model, clipping, mode=mode)
+    engine = ClippedGradientSum(model, clipping, mode=mode, two_backwards=two_backwards)
     per_image = engine.accumulate(losses_of(model, images), weights)
     assert len(set(per_image.factors_M.tolist())) > 2
     assert_equals_reference(model, engine, images, per_image, weights)
@@ -129,9 +130,10 @@ def test_from_named_parameters_alone() -> None:
     torch.testing.assert_close(engine.flat_sum, expected.flat_sum_P, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("two_backwards", [False, True])
 @pytest.mark.parametrize("mode", ["ghost", "direct"])
 @pytest.mark.parametrize("segment", ["timm", "with reuse", "ends in a linear layer"])
-def test_activation_checkpointing_is_exact(segment: str, mode: str) -> None:
+def test_activation_checkpointing_is_exact(segment: str, mode: str, two_backwards: bool) -> None:
     layer_scale = None if segment == "ends in a linear layer" else 0.5
     model, images = transformer(init_values=layer_scale), images_of(4)
     if segment == "with reuse":  # block 0 again, in a segment of its own
@@ -148,7 +150,7 @@ def test_activation_checkpointing_is_exact(segment: str, mode: str) -> None:
     plain = ClippedGradientSum(model, FlatClipping(1.0), mode=mode)
     plain.accumulate(losses_of(model, images))
     model.set_grad_checkpointing()
-    engine = ClippedGradientSum(model, FlatClipping(1.0), mode=mode)
+    engine = ClippedGradientSum(model, FlatClipping(1.0), mode=mode, two_backwards=two_backwards)
     per_image = engine.accumulate(losses_of(model, images))
     torch.testing.assert_close(engine.flat_sum, plain.flat_sum, rtol=1e-12, atol=1e-15)
     assert_equals_reference(model, engine, images, per_image)

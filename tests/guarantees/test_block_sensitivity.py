@@ -101,6 +101,7 @@ def added_norm(engine: ClippedGradientSum) -> float:
     precision_name=st.sampled_from(PRECISIONS),
     device=st.sampled_from(DEVICES),
     mode=st.sampled_from(["auto", "ghost", "direct"]),
+    two_backwards=st.booleans(),
     name=st.sampled_from(NAMES),
     style=st.sampled_from(STYLES),
 )
@@ -119,6 +120,7 @@ def test_no_image_adds_more_than_the_sensitivity(
     precision_name: str,
     device: str,
     mode: str,
+    two_backwards: bool,
     name: str,
     style: str,
 ) -> None:
@@ -135,7 +137,10 @@ def test_no_image_adds_more_than_the_sensitivity(
         bound = relative * unclipped.accumulate(losses).norms_M[0].item()
     clipping = make_clipping(name, bound, gamma)
     assert clipping.sensitivity == bound
-    engine = ClippedGradientSum(model, clipping, blocks=make_blocks(style, model), mode=mode)
+    blocks = make_blocks(style, model)
+    engine = ClippedGradientSum(
+        model, clipping, blocks=blocks, mode=mode, two_backwards=two_backwards
+    )
     for image in range(2):
         engine.zero_()
         with precision(precision_name, device):

@@ -23,12 +23,13 @@ CLIPPINGS = [FlatClipping(0.05), AutomaticClipping(0.05), FlatClipping(math.inf)
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("mode", ["ghost", "direct"])
+@pytest.mark.parametrize("mode", ["ghost", "direct", "two backwards"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e300])
 def test_a_poisoned_image_adds_nothing(clipping: Clipping, mode: str, poison: float) -> None:
     """1e300 overflows inside the model: the loss itself becomes infinite or NaN."""
     model, inputs = small_mae(), batch(5)
-    engine = ClippedGradientSum(model, clipping, mode=mode)
+    options = {"two_backwards": True} if mode == "two backwards" else {"mode": mode}
+    engine = ClippedGradientSum(model, clipping, **options)
     engine.accumulate(losses_of(model, tuple(each[[0, 1, 3, 4]] for each in inputs)))
     clean = engine.flat_sum.clone()
     inputs[0][2, 1, 5, 7] = poison

@@ -194,3 +194,32 @@ def test_clipped_over_all_parameters_and_not_layer_by_layer() -> None:
     assert len(layers) > 30
     assert math.isclose(float(torch.stack(layers).sum().sqrt()), 1e-3, rel_tol=1e-3)
     assert per_image.norms_M.item() > 1e-3
+
+
+class DropsAnew(nn.Module):
+    """A checkpointed segment that drops other numbers whenever it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        def segment(rows: Tensor) -> Tensor:
+            return self.second(torch.nn.functional.dropout(self.first(rows).sin(), 0.5)).sin()
+
+        return torch.utils.checkpoint.checkpoint(
+            segment, rows, use_reentrant=False, preserve_rng_state=False
+        ).sum(dim=1)
+
+
+def test_both_backwards_drop_the_same() -> None:
+    """Else the norm would be that of another gradient than what is added."""
+    torch.manual_seed(0)
+    model = DropsAnew()
+    engine = ClippedGradientSum(
+        model, FlatClipping(1e-3), two_backwards=True, checks_independence=False
+    )
+    for _ in range(20):
+        engine.zero_()
+        engine.accumulate(lambda: model(torch.randn(1, 6)))
+        assert 0.99e-3 < engine.flat_sum.double().norm().item() <= 1e-3
