@@ -37,6 +37,10 @@ PIECE_NUMBERS = 2**22
 """On the CPU, written-out gradients of large matrices are made in pieces of so many numbers."""
 
 
+CAST_NUMBERS = 2**20
+"""On the CPU, written-out gradients in bf16 are cast so many numbers at a time: 4 MiB."""
+
+
 class Squares(NamedTuple):
     """Squared norms, [M], and by how much cancellation may have made them too small."""
 
@@ -89,8 +93,7 @@ def exact_products() -> Iterator[None]:
 
 def staged_squares(values: Tensor) -> Tensor:
     """The squared Euclidean norm of every row of [M, ...], summed in stages, [M]."""
-    dtype = accumulation_dtype(values.dtype)
-    values_MP = values.reshape(values.shape[0], -1).to(dtype)
+    values_MP = values.reshape(values.shape[0], -1)
     num_images, num_values = values_MP.shape
     whole = num_values - num_values % NORM_BLOCK
     if whole == 0:
@@ -104,11 +107,12 @@ def staged_squares(values: Tensor) -> Tensor:
 
 
 def _row_squares(values_NP: Tensor) -> Tensor:
-    """The squared norm of every row, one short sum each."""
-    if values_NP.device.type == "cpu":  # the dot product reads memory twice as fast here
-        rows = values_NP.contiguous().unsqueeze(1)
+    """The squared norm of every row, one short sum each, in the dtype of sums."""
+    dtype = accumulation_dtype(values_NP.dtype)
+    if values_NP.device.type == "cpu" and values_NP.dtype == dtype:
+        rows = values_NP.contiguous().unsqueeze(1)  # the dot product reads twice as fast here
         return torch.bmm(rows, rows.transpose(1, 2)).view(-1)
-    return torch.linalg.vector_norm(values_NP, dim=1).square()
+    return torch.linalg.vector_norm(values_NP, dim=1, dtype=dtype).square()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +181,8 @@ class NormCosts:
         mode: "auto", "ghost" or "direct".
         flops_per_byte: how many operations the machine does while it moves one byte.
         room: a gradient is kept only if it takes at most so many times the room of what it is
-            made from. Infinity: speed alone decides.
+            made from, counted in fp32 (so twice as many where both are bf16). Infinity: speed
+            alone decides.
     """
 
     mode: str = "auto"
@@ -206,7 +211,8 @@ class NormCosts:
             return self.mode == "direct"
         sides = num_positions * (num_inputs + num_outputs)
         matrix = num_inputs * num_outputs
-        if num_positions == 1 or matrix > self.room * sides:
+        room = self.room * (2 if dtype == torch.bfloat16 else 1)
+        if num_positions == 1 or matrix > room * sides:
             return False
         ghost_flops = 2 * num_positions * sides * _computed_part(num_positions)
         if dtype == torch.bfloat16:
@@ -246,9 +252,13 @@ class FormedGradients(PerImageGradients):
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
         """One matrix-vector product."""
-        values_MP = self.values.reshape(self.values.shape[0], -1)
-        kept_MP = weights.select(values_MP).to(total_P.dtype)
-        total_P.addmv_(kept_MP.t(), weights.select(weights.factors_M))
+        values_MP = weights.select(self.values.reshape(self.values.shape[0], -1))
+        factors_M = weights.select(weights.factors_M)
+        width = values_MP.shape[1]
+        if values_MP.device.type == "cpu" and values_MP.dtype != total_P.dtype:
+            width = max(1, CAST_NUMBERS // len(values_MP))  # so that casts stay in the cache
+        for total, values in zip(total_P.split(width), values_MP.split(width, dim=1), strict=True):
+            total.addmv_(values.to(total.dtype).t(), factors_M)
 
     def formed(self, start: int, stop: int) -> Tensor:
         """A slice."""
