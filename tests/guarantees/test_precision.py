@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from pipeline.dpsgd import (
     reference_clipped_sum,
     release_gradient,
 )
+from pipeline.models.mae import MaskedAutoencoder
+from pipeline.models.sizes import SIZES
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -30,6 +34,25 @@ def test_fp32_equals_float64(mode: str) -> None:
     per_image = engine.accumulate(losses_of(model, (images.float(), order, counts.float())))
     assert relative_error(engine.flat_sum, expected.flat_sum_P) < 1e-5
     torch.testing.assert_close(per_image.norms_M.double(), expected.norms_M, rtol=1e-5, atol=0)
+
+
+def test_fp32_equals_float64_at_a_hundred_million_parameters() -> None:
+    """The float64 engine is held to the reference elsewhere; here long sums are the danger."""
+    model = MaskedAutoencoder(SIZES["base"], image_size=96, patch_size=16)
+    model.initialise(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 3, 96, 96, generator=generator)
+    uniforms = torch.rand(2, model.num_patches, generator=generator)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        rows = images.to(dtype)
+        model.to(dtype)
+        engine = ClippedGradientSum(model, FlatClipping(0.1))
+        per_image = engine.accumulate(partial(model, rows, uniforms))
+        found.append((engine.flat_sum, per_image.norms_M.double()))
+    assert len(found[0][0]) > 99_000_000
+    assert relative_error(found[0][0], found[1][0]) < 1e-5
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["ghost", "direct"])
