@@ -11,7 +11,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing dp-pretrain and what it needs into $(VENV) (once; torch is large) ..."
-	$(BIN)/python -m pip install --quiet --editable ".[test,demo]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,demo,bench]"
 	@touch $@
 
 demo: setup
