@@ -32,9 +32,8 @@ from pipeline.dpsgd.per_image import (
     NormCosts,
     PerImageGradients,
     Squares,
-    accumulation_dtype,
-    exact_products,
 )
+from pipeline.dpsgd.products import accumulation_dtype, exact_products
 from pipeline.dpsgd.tape import Stage, Tape, UnsupportedOperationError
 from pipeline.dpsgd.tracing import ParameterTrace
 
@@ -79,9 +78,9 @@ class ClippedGradientSum:
             With K blocks each is clipped by `clipping.of_blocks(K)`: the sensitivity is the same.
         mode: how a layer's norm is found: "ghost" (Gram matrices), "direct" (the gradient of every
             image) or "auto" (the cheaper one, by `flops_per_byte`).
-        flops_per_byte: the machine's balance: floating-point operations in the time of one byte.
-            8 prefers kept gradients only where they are clearly faster; `measured_flops_per_byte`
-            finds the machine's (2.8 to 3.5 on one core of an AMD EPYC with AVX-512).
+        flops_per_byte: the machine's balance: floating-point operations in the time of one byte;
+            where not given, what is usual (`balance.USUAL`: 8 on a CPU, which prefers kept
+            gradients only where they are clearly faster); `measured_flops_per_byte` measures it.
         room: "auto" keeps the gradients of all images of a layer only where they take at most so
             many times the room of what they are made from; infinity: speed alone decides.
         two_backwards: find the norms in a first backward that keeps nothing, and the sum in a
@@ -114,7 +113,7 @@ class ClippedGradientSum:
         *,
         blocks: ParameterBlocks | None = None,
         mode: str = "auto",
-        flops_per_byte: float = 8.0,
+        flops_per_byte: float | None = None,
         room: float = 1.5,
         two_backwards: bool = False,
         checks_independence: bool = True,

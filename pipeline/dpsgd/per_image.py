@@ -13,18 +13,29 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from pipeline.dpsgd.balance import usual_flops_per_byte
+from pipeline.dpsgd.products import (
+    accumulation_dtype,
+    for_wide_product,
+    halves,
+    sums_stay_wide,
+    wide_product,
+)
 
 NORM_BLOCK = 1024
 """Squares are summed in blocks of so many: one long fp32 sum comes out too small (1 % at 1e8)."""
 
 GRAM_ERROR = 16
 """Rounding of a Gram matrix, in units of the last place of the lengths that meet in an entry."""
+
+WIDE_GRAM_ERROR = 512
+"""The same for bf16 operands on a GPU, whose tensor cores cut partial sums off; to width 4,096."""
 
 GRAM_STRIPES = 2
 """A Gram matrix is symmetric; in so many stripes, (1 + 1 / GRAM_STRIPES) / 2 of it is computed."""
@@ -46,49 +57,6 @@ class Squares(NamedTuple):
 
     values_M: Tensor
     uncertainty_M: Tensor | None = None
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms, factors and sums are kept in fp32, or in fp64 for a float64 model."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _lowered_backends() -> list[tuple[Any, str]]:
-    """The backends whose fp32 products the user lets be rounded, with what he lets them do."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    set_to = [(backend, backend.fp32_precision) for backend in backends]
-    return [(backend, name) for backend, name in set_to if name not in ("none", "ieee")]
-
-
-_HAS_BACKEND_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch >= 2.9
-
-
-def products_are_rounded() -> bool:
-    """Whether products of fp32 matrices may be done in TF32 or bf16."""
-    if _HAS_BACKEND_PRECISION:
-        return bool(_lowered_backends())
-    return torch.get_float32_matmul_precision() != "highest"
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Matrix products of fp32 tensors in fp32, whatever the user allows his own (TF32, bf16)."""
-    if not _HAS_BACKEND_PRECISION:
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-        return
-    lowered = _lowered_backends()
-    for backend, _ in lowered:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for backend, precision in lowered:
-            backend.fp32_precision = precision
 
 
 def staged_squares(values: Tensor) -> Tensor:
@@ -179,33 +147,42 @@ class NormCosts:
 
     Args:
         mode: "auto", "ghost" or "direct".
-        flops_per_byte: how many operations the machine does while it moves one byte.
+        flops_per_byte: how many operations the machine does while it moves one byte; None: what
+            `balance.py` states for such machines.
         room: a gradient is kept only if it takes at most so many times the room of what it is
             made from, counted in fp32 (so twice as many where both are bf16). Infinity: speed
             alone decides.
     """
 
     mode: str = "auto"
-    flops_per_byte: float = 8.0
+    flops_per_byte: float | None = None
     room: float = 1.5
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "ghost", "direct"):
             raise ValueError(f"mode must be 'auto', 'ghost' or 'direct', not {self.mode!r}")
-        if not (math.isfinite(self.flops_per_byte) and self.flops_per_byte > 0):
+        balance = 1.0 if self.flops_per_byte is None else self.flops_per_byte
+        if not (math.isfinite(balance) and balance > 0):
             raise ValueError(f"flops_per_byte must be > 0 and finite, not {self.flops_per_byte}")
         if not self.room > 0:
             raise ValueError(f"room must be > 0, not {self.room}")
 
     def prefers_direct(
-        self, num_positions: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+        self,
+        num_positions: int,
+        num_inputs: int,
+        num_outputs: int,
+        dtype: torch.dtype,
+        device_type: str = "cpu",
     ) -> bool:
         """Whether the gradient of every image should be formed.
 
         Args:
             num_positions: T of the layer; with num_inputs I and num_outputs O.
-            dtype: of inputs and output gradients. In bfloat16 a formed gradient takes half the
-                bytes, and the weighted sum of the ghost form, done in fp32, costs about T I O more.
+            dtype: of inputs and output gradients. In bf16 a formed gradient takes half the bytes,
+                and the weighted sum of the ghost form costs more: it is done in fp32 on the CPU, in
+                two halves elsewhere.
+            device_type: where it is computed.
         """
         if self.mode != "auto":
             return self.mode == "direct"
@@ -216,8 +193,9 @@ class NormCosts:
             return False
         ghost_flops = 2 * num_positions * sides * _computed_part(num_positions)
         if dtype == torch.bfloat16:
-            ghost_flops += num_positions * matrix
-        return ghost_flops > 3 * dtype.itemsize * matrix * self.flops_per_byte
+            ghost_flops += num_positions * matrix * (1 if device_type == "cpu" else 2)
+        balance = self.flops_per_byte or usual_flops_per_byte(device_type, dtype)
+        return ghost_flops > 3 * dtype.itemsize * matrix * balance
 
 
 class PerImageGradients(ABC):
@@ -316,10 +294,10 @@ def _computed_part(num_positions: int) -> float:
     return (1.0 + 1.0 / _num_stripes(num_positions)) / 2.0
 
 
-def _sum_of(stripes: Sequence[Tensor]) -> Squares:
+def _sum_of(stripes: Sequence[Tensor], error: int = GRAM_ERROR) -> Squares:
     """The sum of products of positions, and what may have been lost where they cancel.
 
-    An entry is rounded by a few units of the product of two lengths, which stand on the diagonal.
+    An entry is rounded by `error` units of the product of two lengths, which are on the diagonal.
 
     Args:
         stripes: rows of the symmetric matrices [M, T, T], each stripe from its own diagonal block
@@ -334,7 +312,7 @@ def _sum_of(stripes: Sequence[Tensor]) -> Squares:
             total_M.append(beside_MSV.sum(dim=(1, 2)))
         lengths_M.append(stripe_MSU.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().sum(dim=1))
     unit = torch.finfo(stripes[0].dtype).eps / 2
-    uncertainty_M = torch.stack(lengths_M).sum(dim=0).square() * (GRAM_ERROR * unit)
+    uncertainty_M = torch.stack(lengths_M).sum(dim=0).square() * (error * unit)
     return Squares(torch.stack(total_M).sum(dim=0), uncertainty_M)
 
 
@@ -344,7 +322,7 @@ def _gram_stripes(values_MTC: Tensor) -> Iterator[Tensor]:
     height = -(-num_positions // _num_stripes(num_positions))
     for start in range(0, num_positions, height):
         rows_MSC = values_MTC[:, start : start + height]
-        yield torch.bmm(rows_MSC, values_MTC[:, start:].transpose(1, 2))
+        yield wide_product(rows_MSC, values_MTC[:, start:].transpose(1, 2))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -363,7 +341,9 @@ class OuterProducts(PerImageGradients):
         """Written out where that is cheaper than Gram matrices."""
         _, num_positions, num_inputs = self.inputs_MTI.shape
         num_outputs = self.output_gradients_MTO.shape[2]
-        if costs.prefers_direct(num_positions, num_inputs, num_outputs, self._product_dtype):
+        device = self.inputs_MTI.device.type
+        dtype = self._product_dtype
+        if costs.prefers_direct(num_positions, num_inputs, num_outputs, dtype, device):
             return FormedInPieces.of(self._pieces())
         return self
 
@@ -392,24 +372,34 @@ class OuterProducts(PerImageGradients):
 
     def squared_norms(self) -> Squares:
         """sum over positions t, u of (a_t . a_u)(g_t . g_u)."""
-        inputs = self.inputs_MTI.to(self._sum_dtype)
-        gradients = self.output_gradients_MTO.to(self._sum_dtype)
+        inputs, gradients = self.inputs_MTI, self.output_gradients_MTO
         if inputs.shape[1] == 1:
             return Squares(staged_squares(inputs) * staged_squares(gradients))
+        inputs, gradients = for_wide_product(inputs), for_wide_product(gradients)
         both = zip(_gram_stripes(inputs), _gram_stripes(gradients), strict=True)
-        return _sum_of([of_inputs.mul_(of_gradients) for of_inputs, of_gradients in both])
+        products = [of_inputs.mul_(of_gradients) for of_inputs, of_gradients in both]
+        return _sum_of(products, WIDE_GRAM_ERROR if sums_stay_wide(inputs) else GRAM_ERROR)
 
     def add_weighted_sum(self, weights: ImageWeights, total_P: Tensor) -> None:
-        """One matrix product; the factor goes to the narrower side."""
+        """One matrix product; the factor goes to the narrower side.
+
+        Where bf16 operands are faster that side, in fp32 now, is multiplied in two halves.
+        """
         inputs, gradients = self.inputs_MTI, self.output_gradients_MTO
-        if inputs.shape[2] <= gradients.shape[2]:
+        total_OI = total_P.view(gradients.shape[2], inputs.shape[2])
+        is_wide = sums_stay_wide(inputs) and sums_stay_wide(gradients)
+        scales_inputs = inputs.shape[2] <= gradients.shape[2]
+        if scales_inputs:
             inputs, gradients = weights.scaled(inputs), weights.select(gradients)
         else:
             inputs, gradients = weights.select(inputs), weights.scaled(gradients)
-        inputs_NI = inputs.reshape(-1, inputs.shape[2]).to(total_P.dtype)
-        gradients_NO = gradients.reshape(-1, gradients.shape[2]).to(total_P.dtype)
-        total_OI = total_P.view(gradients_NO.shape[1], inputs_NI.shape[1])
-        total_OI.addmm_(gradients_NO.t(), inputs_NI)
+        inputs_NI, gradients_NO = inputs.flatten(0, 1), gradients.flatten(0, 1)
+        if not is_wide:
+            total_OI.addmm_(gradients_NO.t().to(total_P.dtype), inputs_NI.to(total_P.dtype))
+            return
+        for half in halves(inputs_NI if scales_inputs else gradients_NO):
+            pair = (gradients_NO, half) if scales_inputs else (half, inputs_NI)
+            total_OI.add_(wide_product(pair[0].t(), pair[1]))
 
     def formed(self, start: int, stop: int) -> Tensor:
         """One matrix product per image."""
@@ -499,7 +489,8 @@ def added(
     if len(outer) == len(parts) and len(widths) == 1:
         num_positions = sum(part.inputs_MTI.shape[1] for part in outer)
         dtype = accumulation_dtype(outer[0].inputs_MTI.dtype)
-        if not costs.prefers_direct(num_positions, *widths.pop(), dtype):
+        device = outer[0].inputs_MTI.device.type
+        if not costs.prefers_direct(num_positions, *widths.pop(), dtype, device):
             return OuterProducts(
                 inputs_MTI=torch.cat([part.inputs_MTI.to(dtype) for part in outer], dim=1),
                 output_gradients_MTO=torch.cat(

@@ -19,10 +19,9 @@ from pipeline.dpsgd.per_image import (
     NormCosts,
     PerImageGradients,
     added,
-    exact_products,
     formed_sum,
-    products_are_rounded,
 )
+from pipeline.dpsgd.products import exact_products, products_are_rounded
 
 PULL_BACK_NUMBERS = 2**24
 """Gradients of a computed tensor are carried back for so many images at once that they fit here."""

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from pipeline.dpsgd import per_image
 from pipeline.dpsgd.per_image import (
     STRIPED_POSITIONS,
     EmbeddingRows,
@@ -18,8 +19,8 @@ from pipeline.dpsgd.per_image import (
     OwnRows,
     PerImageGradients,
     added,
-    exact_products,
 )
+from pipeline.dpsgd.products import exact_products, halves
 
 M, T, I, O, V = 4, 5, 3, 6, 7  # noqa: E741 - the shape letters of per_image.py
 
@@ -101,6 +102,39 @@ def test_a_gradient_that_needs_too_much_room_is_not_kept() -> None:
     assert NormCosts(flops_per_byte=8.0, room=math.inf).prefers_direct(50, 192, 768, torch.bfloat16)
     with pytest.raises(ValueError, match="room must be > 0"):
         NormCosts(room=math.nan)
+
+
+def test_the_balance_depends_on_the_machine() -> None:
+    """A GPU multiplies bf16 so fast that moving a kept gradient costs more than its Gram matrix."""
+    layer = (197, 512, 512, torch.bfloat16)
+    assert NormCosts().prefers_direct(*layer)
+    assert not NormCosts().prefers_direct(*layer, "cuda")
+    assert NormCosts(flops_per_byte=8.0).prefers_direct(*layer, "cuda")
+
+
+@pytest.mark.parametrize("widths", [(64, 48), (48, 64)], ids=["inputs wider", "outputs wider"])
+def test_the_weighted_sum_in_two_halves(
+    widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where both operands of a product are bf16 and its sums fp32."""
+    monkeypatch.setattr(per_image, "sums_stay_wide", lambda each: each.dtype == torch.bfloat16)
+    outer = OuterProducts(
+        inputs_MTI=random(M, 7, widths[0]).bfloat16(),
+        output_gradients_MTO=random(M, 7, widths[1], seed=1).bfloat16(),
+    )
+    factors = torch.tensor([0.3, 1 / 3, 7e-4, 1.0])
+    is_kept = torch.tensor([True, True, True, False])
+    exact = torch.where(is_kept, factors, 0.0).double() @ outer.formed(0, M).double()
+    total = torch.zeros(widths[0] * widths[1])
+    outer.add_weighted_sum(ImageWeights.of(factors, is_kept), total)
+    assert (total - exact).norm() < 2**-16 * exact.norm()
+
+
+def test_halves_add_up_to_the_whole() -> None:
+    values = random(10_000).float() * 10.0 ** torch.linspace(-20, 20, 10_000)
+    high, low = halves(values)
+    assert {high.dtype, low.dtype} == {torch.bfloat16}
+    assert ((high.double() + low.double() - values).abs() <= 2**-17 * values.abs()).all()
 
 
 @pytest.mark.parametrize("num_positions", [2, STRIPED_POSITIONS])

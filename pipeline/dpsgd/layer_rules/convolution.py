@@ -21,8 +21,8 @@ from pipeline.dpsgd.layer_rules.side_by_side import (
 from pipeline.dpsgd.per_image import (
     FormedGradients,
     OuterProducts,
-    accumulation_dtype,
 )
+from pipeline.dpsgd.products import accumulation_dtype
 from pipeline.dpsgd.tape import (
     Contribution,
     Site,

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from pipeline.dpsgd.per_image import (
     FormedGradients,
     OwnRows,
-    accumulation_dtype,
 )
+from pipeline.dpsgd.products import accumulation_dtype
 from pipeline.dpsgd.tape import (
     Contribute,
     Contribution,
