@@ -8,11 +8,10 @@ Measured so:
   from round to round, after a warm-up. A ratio is the median, over the rounds, of a method's time
   over its baseline's in the same round, so that a drifting or shared machine touches both; with its
   quartiles. CPU time is that of all threads of the process.
-- Memory: a process of its own for each method. On the CPU: the most resident memory during a second
-  step, less that before the method was made, with model and images already there; so gradients and
-  sums, activations, and what the allocator keeps for them are counted, and weights are not. (The
-  kernel's high-water mark is reset after the first step, which proves once that images are
-  independent; its own peak is `memory_first_step_bytes`.) On CUDA: the same by the allocator.
+- Memory: a process of its own for each method: the most that torch has allocated at any moment of a
+  second step, beyond model and images: gradients or sums, activations, temporaries. (By torch's
+  profiler on the CPU, by its allocator on CUDA.) "resident", on the CPU, is how far the process
+  itself grows: what malloc keeps of blocks that were freed is in it, and what torch does not count.
 - FLOPs: of matrix products, convolutions and attention, by torch's FlopCounterMode and what it does
   not know: products that add in place, with a vector, attention on the CPU, and groups.
 
@@ -39,6 +38,7 @@ from typing import Any
 
 import torch
 from step_methods import METHODS, Step, Unavailable, Workload
+from torch import profiler
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,6 +131,7 @@ FORMULAS = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 COUNTED = {*flop_counter.flop_registry, *FORMULAS}
+SECOND_STEP = "the second step"
 PRODUCT = re.compile("mm|mv|matmul|dot|attention|conv|linear_|einsum|addr|cdist|outer|addbmm")
 
 
@@ -166,8 +167,8 @@ def _resident(entry: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:"))
 
 
-def measure_memory(method: str, work: Workload) -> dict[str, int]:
-    """What the first and the second step of a method add to model and images, in bytes."""
+def measure_memory(method: str, work: Workload) -> dict[str, int | None]:
+    """What the second step of a method has allocated, beyond model and images, in bytes."""
     small = replace(work, size="micro", image_size=64, microbatch=2, logical_batch=2)
     METHODS[method].make(small)()  # loads libraries, which are nobody's step
     assert work.batch  # and with it the model
@@ -175,10 +176,33 @@ def measure_memory(method: str, work: Workload) -> dict[str, int]:
     before = memory.now()
     step = METHODS[method].make(work)
     step()
-    first = memory.peak() - before
     memory.reset()
     step()
-    return {"memory_bytes": memory.peak() - before, "memory_first_step_bytes": first}
+    grown = memory.peak() - before
+    if work.device == "cuda":
+        return {"memory_bytes": grown, "resident_bytes": None}
+    del step
+    gc.collect()
+    return {"memory_bytes": most_allocated(method, work), "resident_bytes": grown}
+
+
+def most_allocated(method: str, work: Workload) -> int:
+    """The most that torch has allocated on the CPU in a second step, of what this method made."""
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        step = METHODS[method].make(work)
+        step()
+        with profiler.record_function(SECOND_STEP):
+            step()
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = seen.profiler.kineto_results.events()
+    (started,) = [event.start_ns() for event in events if event.name() == SECOND_STEP]
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    alive = most = 0
+    for moment, size in sorted(sizes, key=lambda each: each[0]):
+        if moment >= started:
+            most = max(most, alive)
+        alive += size
+    return most
 
 
 def memory_of_a_child(method: str, options: argparse.Namespace, size: str, microbatch: int) -> Any:
@@ -232,6 +256,7 @@ def benchmark(options: argparse.Namespace, size: str, microbatch: int) -> Iterat
         torch.cuda.empty_cache()
     add_memory(rows, options, size, microbatch)
     add_ratios(rows, "memory_ratio", "memory_bytes")
+    add_ratios(rows, "resident_ratio", "resident_bytes")
     yield list(rows.values())
 
 
@@ -271,7 +296,8 @@ def empty_row(name: str, options: argparse.Namespace, size: str, microbatch: int
     for measure in ("cpu", "wall"):
         row |= {f"{measure}_ratio": None, f"{measure}_ratio_quartiles": None}
         row |= {f"{measure}_seconds": None, f"{measure}_seconds_quartiles": None}
-    row |= {"memory_ratio": None, "memory_bytes": None, "memory_first_step_bytes": None}
+    for measure in ("memory", "resident"):
+        row |= {f"{measure}_ratio": None, f"{measure}_bytes": None}
     row |= {"flop_ratio": None, "flops": None, "reasons": {}, "note": METHODS[name].note}
     for option in ("rounds", "threads", "device", "image_size", "vmap_chunk", "logical_batch"):
         row[option] = getattr(options, option)
@@ -367,15 +393,18 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table, and what its reader must know."""
     first = rows[0]
     clock = "wall" if first["gpu"] else "CPU"
-    lines = [f"| size | M | method | CPU time | wall time | memory | FLOPs | {clock} s |"]
-    lines.append("|---" * 8 + "|")
+    lines = [
+        f"| size | M | method | CPU time | wall time | memory | resident | FLOPs | {clock} s |"
+    ]
+    lines.append("|---" * 9 + "|")
     for row in rows:
         cells = [row["size"], str(row["microbatch"]), row["method"]]
         if "skipped" in row["reasons"]:
-            cells += [f"skipped: {row['reasons']['skipped']}", *[""] * 4]
+            cells += [f"skipped: {row['reasons']['skipped']}", *[""] * 5]
         else:
             cells += [_spread(row, "cpu_ratio"), _spread(row, "wall_ratio")]
-            cells += [_memory(row), _number(row["flop_ratio"], ".3f")]
+            cells += [_memory(row, "memory"), _memory(row, "resident")]
+            cells.append(_number(row["flop_ratio"], ".3f"))
             cells.append(_number(row["cpu_seconds"] or row["wall_seconds"], ".2f"))
         lines.append(f"| {' | '.join(cells)} |")
     where = first["gpu"] or first["cpu"]
@@ -383,7 +412,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         "",
         f"{where}, {first['threads']} thread(s), torch {first['torch']}, {first['image_size']} px. "
         f"Ratios to the plain step (time: median of {first['rounds']} rounds, quartiles in "
-        "brackets; memory: of a step beyond model and images, in its own process).",
+        "brackets; memory: the most that torch has allocated in a step beyond model and images, in "
+        "its own process; resident: how far that process grows, malloc's reserves included).",
     ]
     notes: dict[str, list[str]] = {}
     for row in rows:
@@ -421,10 +451,11 @@ def _spread(row: dict[str, Any], ratio: str) -> str:
     return f"**{row[ratio]:.3f}** [{first:.3f}, {third:.3f}]"
 
 
-def _memory(row: dict[str, Any]) -> str:
-    if row["memory_bytes"] is None:
+def _memory(row: dict[str, Any], measure: str) -> str:
+    if row[f"{measure}_bytes"] is None:
         return "-"
-    return f"{_number(row['memory_ratio'], '.2f')} ({row['memory_bytes'] / 2**20:,.0f} MiB)"
+    mebibytes = row[f"{measure}_bytes"] / 2**20
+    return f"{_number(row[f'{measure}_ratio'], '.2f')} ({mebibytes:,.0f} MiB)"
 
 
 # -- the command line ------------------------------------------------------------------------------
