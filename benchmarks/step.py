@@ -182,12 +182,12 @@ def measure_memory(method: str, work: Workload) -> dict[str, int | None]:
     if work.device == "cuda":
         return {"memory_bytes": grown, "resident_bytes": None}
     del step
-    gc.collect()
-    return {"memory_bytes": most_allocated(method, work), "resident_bytes": grown}
+    return {"memory_bytes": most_allocated(method, replace(work)), "resident_bytes": grown}
 
 
 def most_allocated(method: str, work: Workload) -> int:
     """The most that torch has allocated on the CPU in a second step, of what this method made."""
+    assert work.batch  # and with it the model
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
         step = METHODS[method].make(work)
         step()

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from pipeline.dpsgd.balance import usual_flops_per_byte
 from pipeline.dpsgd.products import (
+    CAST_NUMBERS,
     accumulation_dtype,
+    for_sums,
     for_wide_product,
     halves,
     sums_stay_wide,
@@ -48,10 +50,6 @@ PIECE_NUMBERS = 2**22
 """On the CPU, written-out gradients of large matrices are made in pieces of so many numbers."""
 
 
-CAST_NUMBERS = 2**20
-"""On the CPU, written-out gradients in bf16 are cast so many numbers at a time: 4 MiB."""
-
-
 class Squares(NamedTuple):
     """Squared norms, [M], and by how much cancellation may have made them too small."""
 
@@ -76,11 +74,14 @@ def staged_squares(values: Tensor) -> Tensor:
 
 def _row_squares(values_NP: Tensor) -> Tensor:
     """The squared norm of every row, one short sum each, in the dtype of sums."""
-    dtype = accumulation_dtype(values_NP.dtype)
-    if values_NP.device.type == "cpu" and values_NP.dtype == dtype:
-        rows = values_NP.contiguous().unsqueeze(1)  # the dot product reads twice as fast here
-        return torch.bmm(rows, rows.transpose(1, 2)).view(-1)
-    return torch.linalg.vector_norm(values_NP, dim=1, dtype=dtype).square()
+    if values_NP.device.type != "cpu":
+        dtype = accumulation_dtype(values_NP.dtype)
+        return torch.linalg.vector_norm(values_NP, dim=1, dtype=dtype).square()
+    squares = []
+    for piece in for_sums(values_NP):
+        rows = piece.contiguous().unsqueeze(1)  # the dot product reads twice as fast here
+        squares.append(torch.bmm(rows, rows.transpose(1, 2)).view(-1))
+    return torch.cat(squares)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CAST_NUMBERS = 2**19
+"""On the CPU, bf16 numbers are cast so many at a time: 2 MiB of fp32, which stay in the cache."""
+
 _HAS_BACKEND_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch >= 2.9
 _HAS_OUTPUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # torch >= 2.8
 
@@ -80,3 +83,25 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     """An fp32 tensor as the sum of two bf16 ones, to 2^-17 of each number."""
     high = values.to(torch.bfloat16)
     return high, (values - high.to(values.dtype)).to(torch.bfloat16)
+
+
+def for_sums(values: Tensor) -> Iterator[Tensor]:
+    """[N, ...] in consecutive pieces, in the dtype of sums; one piece where nothing is cast."""
+    dtype = accumulation_dtype(values.dtype)
+    if values.dtype == dtype or values.device.type != "cpu":
+        yield values.to(dtype)
+        return
+    rows_at_once = max(1, CAST_NUMBERS * len(values) // max(1, values.numel()))
+    for piece in values.split(rows_at_once):
+        yield piece.to(dtype)
+
+
+def summed_over_positions(values_MTC: Tensor) -> Tensor:
+    """[M, T, C] summed over T in the dtype of sums, [M, C]."""
+    dtype = accumulation_dtype(values_MTC.dtype)
+    if values_MTC.device.type != "cpu" or values_MTC.shape[1] == 1:
+        return values_MTC.sum(dim=1, dtype=dtype)
+    ones_1T = values_MTC.new_ones(1, values_MTC.shape[1], dtype=dtype)
+    # As a product, which reads memory in order: twice as fast as sum() at width 2,048.
+    pieces = for_sums(values_MTC)
+    return torch.cat([torch.matmul(ones_1T, piece_MTC).squeeze(1) for piece_MTC in pieces])

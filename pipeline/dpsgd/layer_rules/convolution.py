@@ -15,14 +15,13 @@ from pipeline.dpsgd.layer_rules.side_by_side import (
     by_image,
     for_product,
     lift,
-    summed_over_positions,
     trained_among,
 )
 from pipeline.dpsgd.per_image import (
     FormedGradients,
     OuterProducts,
 )
-from pipeline.dpsgd.products import accumulation_dtype
+from pipeline.dpsgd.products import accumulation_dtype, summed_over_positions
 from pipeline.dpsgd.tape import (
     Contribution,
     Site,

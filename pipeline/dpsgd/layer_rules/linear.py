@@ -16,13 +16,13 @@ from pipeline.dpsgd.layer_rules.side_by_side import (
     for_product,
     lift,
     lift_value,
-    summed_over_positions,
     trained_among,
 )
 from pipeline.dpsgd.per_image import (
     FormedGradients,
     OuterProducts,
 )
+from pipeline.dpsgd.products import summed_over_positions
 from pipeline.dpsgd.tape import (
     Contribution,
     Site,

@@ -16,9 +16,9 @@ from pipeline.dpsgd.layer_rules.side_by_side import (
     detached,
     lift,
     lift_value,
-    summed_over_positions,
 )
 from pipeline.dpsgd.per_image import FormedGradients
+from pipeline.dpsgd.products import summed_over_positions
 from pipeline.dpsgd.tape import (
     Contribution,
     Site,

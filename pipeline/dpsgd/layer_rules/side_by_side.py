@@ -17,7 +17,7 @@ from pipeline.dpsgd.per_image import (
     FormedGradients,
     OwnRows,
 )
-from pipeline.dpsgd.products import accumulation_dtype
+from pipeline.dpsgd.products import accumulation_dtype, summed_over_positions
 from pipeline.dpsgd.tape import (
     Contribute,
     Contribution,
@@ -32,11 +32,6 @@ aten = torch.ops.aten
 def by_image(values: Tensor, num_images: int) -> Tensor:
     """[N, ..., C] seen as [M, T, C], where T counts all positions of one image."""
     return values.reshape(num_images, -1, values.shape[-1])
-
-
-def summed_over_positions(values_MTC: Tensor) -> Tensor:
-    """[M, T, C] summed over T in fp32 (fp64 for a float64 model), [M, C]."""
-    return values_MTC.sum(dim=1, dtype=accumulation_dtype(values_MTC.dtype))
 
 
 def for_product(tensor: Tensor) -> Tensor:
