@@ -15,7 +15,6 @@ Fairness to the peers:
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pipeline import recipe
 from pipeline.dpsgd import (
     ClippedGradientSum,
+    CompiledGradientSum,
     FlatClipping,
     NoiseAhead,
     rank_slice,
@@ -102,10 +102,12 @@ class Workload:
         """For a method that changes the model: a copy, or the model where no one else has it."""
         return self.model if self.is_alone else copy.deepcopy(self.model)
 
-    def losses(self, model: Callable[..., Tensor], is_bf16: bool = False) -> Tensor:
-        """The loss of each image, losses_M."""
+    def losses(
+        self, model: Callable[..., Tensor], batch: tuple[Tensor, ...] = (), is_bf16: bool = False
+    ) -> Tensor:
+        """The loss of each image, losses_M; of this workload's batch, or of another one."""
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=is_bf16):
-            return model(*self.batch)
+            return model(*(batch or self.batch))
 
 
 # -- one microbatch --------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def plain(work: Workload, *, is_bf16: bool = False, is_compiled: bool = False) -
 
     def step() -> Mapping[str, Tensor]:
         model.zero_grad(set_to_none=True)
-        work.losses(forward, is_bf16).float().mean().backward()
+        work.losses(forward, is_bf16=is_bf16).float().mean().backward()
         return _gradients(model)
 
     return step
@@ -128,15 +130,17 @@ def ours(
     work: Workload, *, mode: str = "auto", is_bf16: bool = False, is_compiled: bool = False
 ) -> Step:
     """`ClippedGradientSum`, from an empty sum."""
-    if is_compiled and "compiled" not in inspect.signature(ClippedGradientSum).parameters:
-        raise Unavailable("ClippedGradientSum has no compiled form in this version")
-    options = {"compiled": True} if is_compiled else {}
     clipping = FlatClipping(work.max_grad_norm)
-    clipped = ClippedGradientSum(work.model, clipping, mode=mode, **options)
+    clipped = ClippedGradientSum(work.model, clipping, mode=mode)
+    losses = partial(work.losses, work.model, is_bf16=is_bf16)
+    compiled = CompiledGradientSum(clipped, lambda *batch: losses(batch)) if is_compiled else None
 
     def step() -> Mapping[str, Tensor]:
         clipped.zero_()
-        clipped.accumulate(lambda: work.losses(work.model, is_bf16))
+        if compiled is not None:
+            compiled.accumulate(work.batch)
+        else:
+            clipped.accumulate(lambda: losses(work.batch))
         return clipped.layout.views(clipped.flat_sum)
 
     return step

@@ -240,6 +240,10 @@ class Resources(_Strict):
     """Where there are several workers, each holds 1/W of the optimizer's state and moves 1/W of the
     weights: as many bytes on the network and the same result to the bit; false: all, everywhere."""
 
+    compile: bool = False
+    """Compile the step with torch.compile, for GPUs; the first steps of a phase then take minutes.
+    On a CPU it gains nothing (`benchmarks/step.py --methods ours ours_compiled`)."""
+
     @model_validator(mode="after")
     def _check(self) -> Resources:
         if isinstance(self.workers, tuple) and self.workers[0] > self.workers[1]:
@@ -309,6 +313,11 @@ class Phase(_Strict):
             raise ValueError(
                 f"phase {self.name}: batch_size is for public phases; a private one has "
                 "privacy.expected_batch_size"
+            )
+        if self.resources.compile and self.activation_checkpointing:
+            raise ValueError(
+                f"phase {self.name}: resources.compile and activation_checkpointing do not go "
+                "together; set one of them to false"
             )
         if self.optimizer.warmup_steps > self.steps:
             raise ValueError(

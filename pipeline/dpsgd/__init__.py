@@ -22,6 +22,7 @@ Usable alone, on any torch model that gives one loss per image:
 `ClippedGradientSum(model, clipping, blocks=per_block(model))` clips every transformer block apart;
 the sensitivity stays the clipper's. Several views of an image count as one image if its loss is the
 mean of theirs: the leading dimension of what the model reads may be a multiple of the losses.
+`CompiledGradientSum(clipped, losses)` does the same through `torch.compile`.
 
 What epsilon this gives depends on how the microbatches of a step were drawn (Poisson sampling) and
 on the key of the noise; both belong to the caller.
@@ -43,6 +44,7 @@ from pipeline.dpsgd.clipping import (
     GlobalClipping,
     make_clipping,
 )
+from pipeline.dpsgd.compiled import CompiledGradientSum
 from pipeline.dpsgd.engine import ClippedGradientSum, PerImage
 from pipeline.dpsgd.layout import ParameterLayout
 from pipeline.dpsgd.noise import NoiseAhead, NoiseSource
@@ -61,6 +63,7 @@ __all__ = [
     "AutomaticClipping",
     "ClippedGradientSum",
     "Clipping",
+    "CompiledGradientSum",
     "FlatClipping",
     "GlobalClipping",
     "NoiseAhead",

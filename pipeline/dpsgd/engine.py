@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -58,6 +58,29 @@ class PerImage:
     def factors_M(self) -> Tensor:
         """What the whole gradient was multiplied by, where it is one block; else ValueError."""
         return only_block(self.block_factors_MK)
+
+
+@dataclass(kw_only=True)
+class Capture:
+    """What one microbatch adds, in tensors of its own.
+
+    Args:
+        facts: of its images.
+        sums: by the parameter's place in the layout, flat; of every parameter that was used.
+        materials: what norms and sums are both made of.
+    """
+
+    facts: PerImage | None = None
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    materials: list[Tensor] = field(default_factory=list)
+
+    def sum_for(self, place: int, of: ClippedGradientSum) -> Tensor:
+        """Zeros, to which a parameter's sum is added."""
+        sum_P = torch.zeros(
+            of.parameters[place].numel(), dtype=of.flat_sum.dtype, device=of.flat_sum.device
+        )
+        self.sums[place] = sum_P
+        return sum_P
 
 
 class ClippedGradientSum:
@@ -125,14 +148,14 @@ class ClippedGradientSum:
         self._blocks = (all_layer(model) if blocks is None else blocks).places(self.layout)
         self._block_clipping = clipping.of_blocks(len(self._blocks))
         self._block_of = {place: k for k, places in enumerate(self._blocks) for place in places}
-        self._model = model
-        self._parameters = tuple(trainable_parameters(model).values())
+        self.model = model
+        self.parameters = tuple(trainable_parameters(model).values())
         if two_backwards and mode == "auto":  # a gradient formed for its norm would not be kept
             mode = "ghost"
-        self._two_backwards = two_backwards
+        self.two_backwards = two_backwards
         self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte, room=room)
         self._independence = IndependenceCheck() if checks_independence else None
-        first = self._parameters[0]
+        first = self.parameters[0]
         self.flat_sum = torch.zeros(
             self.layout.num_coordinates,
             dtype=accumulation_dtype(first.dtype),
@@ -161,13 +184,38 @@ class ClippedGradientSum:
                 images. Nothing was added.
             ValueError: losses or weights of the wrong shape or range. Nothing was added.
         """
-        state = ModelState(self._model)
-        state.check_trained(self._parameters)
-        tape = Tape(layout=self.layout, parameters=self._parameters, costs=self._costs)
+        return self._accumulate(loss_per_image, weights, capture=None)
+
+    def captured(self, loss_per_image: Callable[[], Tensor], weights_M: Tensor) -> Capture:
+        """The same without what asks the host, and into new tensors: for `compiled.py`.
+
+        Args:
+            loss_per_image: as for `accumulate`.
+            weights_M: checked before, in the dtype of the sum.
+        """
+        capture = Capture()
+        capture.facts = self._accumulate(loss_per_image, weights_M, capture=capture)
+        return capture
+
+    @property
+    def has_proven_all(self) -> bool:
+        """Whether the images of the last microbatch were proven independent wherever they met a
+        parameter, or need not be."""
+        return self._independence is None or self._independence.has_proven_all
+
+    def _accumulate(
+        self,
+        loss_per_image: Callable[[], Tensor],
+        weights: Tensor | None,
+        capture: Capture | None,
+    ) -> PerImage:
+        state = ModelState(self.model)
+        state.check_trained(self.parameters)
+        tape = Tape(layout=self.layout, parameters=self.parameters, costs=self._costs)
         anchor = torch.zeros((), device=self.flat_sum.device, requires_grad=True)
         trace = ParameterTrace(tape, RULE_BOOK, state.constants, anchor)
         try:
-            return self._accumulate(loss_per_image, weights, trace, state)
+            return self._watched(loss_per_image, weights, trace, state, capture)
         except UnsupportedOperationError:
             if self._independence is not None:
                 self._independence.forget_silent()
@@ -178,12 +226,13 @@ class ClippedGradientSum:
             trace.let_go()
             tape.let_go()
 
-    def _accumulate(
+    def _watched(
         self,
         loss_per_image: Callable[[], Tensor],
         weights: Tensor | None,
         trace: ParameterTrace,
         state: ModelState,
+        capture: Capture | None,
     ) -> PerImage:
         tape = trace.tape
         device = self.flat_sum.device.type
@@ -193,17 +242,25 @@ class ClippedGradientSum:
             self._check_losses(losses_M)
             if trace.is_trained(losses_M):  # computed from parameters and constants alone
                 losses_M = lift(trace, "loss", losses_M, 1, len(losses_M))
-            weights_M = self._checked_weights(losses_M, weights)
+            if capture is None or weights is None:
+                weights_M = self.checked_weights(losses_M, weights)
+            else:
+                weights_M = weights
             state.check_unchanged()
             tape.expect_images(len(losses_M))
             is_wanted_M = torch.isfinite(losses_M.detach()) & (weights_M > 0) & (weights_M <= 1)
             with torch.autocast(device, enabled=False):
-                if self._independence is not None:
+                if self._independence is not None and capture is None:
                     self._independence.check(tape, losses_M, partial(_backward, trace, losses_M))
-                return self._clip_and_add(trace, losses_M, weights_M, is_wanted_M)
+                return self._clip_and_add(trace, losses_M, weights_M, is_wanted_M, capture)
 
     def _clip_and_add(
-        self, trace: ParameterTrace, losses_M: Tensor, weights_M: Tensor, is_wanted_M: Tensor
+        self,
+        trace: ParameterTrace,
+        losses_M: Tensor,
+        weights_M: Tensor,
+        is_wanted_M: Tensor,
+        capture: Capture | None,
     ) -> PerImage:
         """From the losses to norms, to factors, to the weighted sum; in one backward or two."""
         tape = trace.tape
@@ -213,15 +270,19 @@ class ClippedGradientSum:
 
         def measure(place: int, gradients: PerImageGradients) -> None:
             squares[place] = gradients.squared_norms()
-            if not self._two_backwards:
+            if not self.two_backwards:
                 kept[place] = gradients
 
         tape.begin_backward(measure)
-        replay = _replay_of_random_numbers(self.flat_sum.device) if self._two_backwards else None
-        _backward(trace, losses_M, ones_M, keeps_graph=self._two_backwards)
+        replay = _replay_of_random_numbers(self.flat_sum.device) if self.two_backwards else None
+        _backward(trace, losses_M, ones_M, keeps_graph=self.two_backwards)
         with torch.no_grad(), exact_products():
             tape.finish()
-            facts, weights_of = self._factors(squares, losses_M.detach(), weights_M, is_wanted_M)
+            facts, is_kept_M = self._factors(squares, losses_M.detach(), weights_M, is_wanted_M)
+            weights_of = [
+                ImageWeights.of(factors_M, is_kept_M, gathers=capture is None)
+                for factors_M in facts.block_factors_MK.unbind(1)
+            ]
 
         def add(place: int, gradients: PerImageGradients) -> None:
             if place not in squares:
@@ -229,14 +290,14 @@ class ClippedGradientSum:
                     f"parameter {tape.names([place])} got a gradient in the second backward alone: "
                     "its norm is unknown. Use two_backwards=False"
                 )
-            start = self.layout.offsets[place]
-            stop = start + self._parameters[place].numel()
+            total_P = self.sum_of(place) if capture is None else capture.sum_for(place, self)
             with torch.no_grad():
-                weights = weights_of[self._block_of[place]]
-                gradients.add_weighted_sum(weights, self.flat_sum[start:stop])
+                gradients.add_weighted_sum(weights_of[self._block_of[place]], total_P)
 
         if weights_of[0].keeps_none:
             return facts
+        if capture is not None:
+            capture.materials = [each for made in kept.values() for each in made.tensors()]
         if replay is not None:
             replay()  # a segment that drops out anew must drop what it dropped when measured
             tape.begin_backward(add)
@@ -267,7 +328,8 @@ class ClippedGradientSum:
                 f"the losses are on {losses_M.device} and the parameters on {self.flat_sum.device}"
             )
 
-    def _checked_weights(self, losses_M: Tensor, weights: Tensor | None) -> Tensor:
+    def checked_weights(self, losses_M: Tensor, weights: Tensor | None) -> Tensor:
+        """The weights of images with these losses, in the dtype of the sum. Raises ValueError."""
         if weights is None:
             return torch.ones_like(losses_M, dtype=self.flat_sum.dtype, requires_grad=False)
         if weights.shape != losses_M.shape:
@@ -288,8 +350,8 @@ class ClippedGradientSum:
         losses_M: Tensor,
         weights_M: Tensor,
         is_wanted_M: Tensor,
-    ) -> tuple[PerImage, list[ImageWeights]]:
-        """From squared norms to the factors of every block."""
+    ) -> tuple[PerImage, Tensor]:
+        """From squared norms to the factors of every block, and to which images are kept."""
         of_blocks = [
             [squares[place] for place in places if place in squares] for places in self._blocks
         ]
@@ -306,7 +368,12 @@ class ClippedGradientSum:
             block_norms_MK=norms_MK,
             block_factors_MK=factors_MK,
         )
-        return facts, [ImageWeights.of(factors_M, is_kept_M) for factors_M in factors_MK.unbind(1)]
+        return facts, is_kept_M
+
+    def sum_of(self, place: int) -> Tensor:
+        """The part of the sum that is the parameter's at this place of the layout, flat."""
+        start = self.layout.offsets[place]
+        return self.flat_sum[start : start + self.parameters[place].numel()]
 
 
 def _replay_of_random_numbers(device: torch.device) -> Callable[[], None]:

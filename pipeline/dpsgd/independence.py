@@ -40,6 +40,7 @@ class IndependenceCheck:
             UnsupportedOperationError: a loss reaches the rows of another image.
         """
         num_images = len(losses_M)
+        self.has_proven_all = num_images == 1
         if num_images == 1:
             return
         keys = [
@@ -49,6 +50,7 @@ class IndependenceCheck:
         unknown = [key for key in keys if key not in self._proven]
         tape.silent_places = frozenset(key[0] for key in unknown if key in self._silent)
         if len(unknown) == len(tape.silent_places):
+            self.has_proven_all = True
             return
         # Thue-Morse: no regular stride leaves its two halves unmixed
         is_sink = [image.bit_count() % 2 == 1 for image in range(num_images)]
@@ -70,6 +72,7 @@ class IndependenceCheck:
                 )
             if reaches_sources:
                 self._proven.add(key)
+        self.has_proven_all = all(keys[each.site.place] in self._proven for each in tape.arrivals)
         self._silent = (self._silent | silent) - self._proven
         tape.silent_places = frozenset(key[0] for key in silent)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -96,24 +96,32 @@ class ImageWeights:
         factors_M: weight times clip factor; exactly 0 where left out.
         is_kept_M: whether the image is kept.
         kept_images: the kept ones by number where some are left out and the host knows which.
+        gathers: whether the kept ones are gathered, which asks the host.
     """
 
     factors_M: Tensor
     is_kept_M: Tensor
     kept_images: Tensor | None
 
+    gathers: bool = True
+
     @classmethod
-    def of(cls, factors_M: Tensor, is_kept_M: Tensor) -> ImageWeights:
+    def of(cls, factors_M: Tensor, is_kept_M: Tensor, *, gathers: bool = True) -> ImageWeights:
         """Weights that know how to select on the device they live on."""
         kept_images = None
-        if factors_M.device.type == "cpu" and not bool(is_kept_M.all()):
+        gathers = gathers and factors_M.device.type == "cpu"
+        if gathers and not bool(is_kept_M.all()):
             kept_images = is_kept_M.nonzero().flatten()
         factors_M = torch.where(is_kept_M, factors_M, torch.zeros_like(factors_M))
-        return cls(factors_M=factors_M, is_kept_M=is_kept_M, kept_images=kept_images)
+        return cls(
+            factors_M=factors_M, is_kept_M=is_kept_M, kept_images=kept_images, gathers=gathers
+        )
 
     def of_images(self, start: int, stop: int) -> ImageWeights:
         """The weights of consecutive images."""
-        return ImageWeights.of(self.factors_M[start:stop], self.is_kept_M[start:stop])
+        return ImageWeights.of(
+            self.factors_M[start:stop], self.is_kept_M[start:stop], gathers=self.gathers
+        )
 
     @property
     def keeps_none(self) -> bool:
@@ -122,7 +130,7 @@ class ImageWeights:
 
     def select(self, values: Tensor) -> Tensor:
         """The kept images of [M, ...]: gathered on the CPU, zeros for the others elsewhere."""
-        if values.device.type != "cpu":
+        if not self.gathers:
             return self.zeroed(values)
         return values if self.kept_images is None else values.index_select(0, self.kept_images)
 
@@ -218,6 +226,12 @@ class PerImageGradients(ABC):
         """The form in which norm and sum are cheapest, once every use is known."""
         return self
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What the gradients are made of: all that norm and sum both read."""
+        for each in fields(self):  # type: ignore[arg-type]
+            if isinstance(value := getattr(self, each.name), Tensor):
+                yield value
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FormedGradients(PerImageGradients):
@@ -267,6 +281,11 @@ class FormedInPieces(PerImageGradients):
             formed.append(FormedGradients(values=values))
             squares.append(staged_squares(values))
         return cls(pieces=tuple(formed), squares_M=torch.cat(squares))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The pieces; their norms are made of them."""
+        for piece in self.pieces:
+            yield piece.values
 
     def squared_norms(self) -> Squares:
         """As found when the pieces were made."""

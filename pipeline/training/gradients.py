@@ -5,6 +5,8 @@ Both have one face, so that the loop in phase.py is the same for public and priv
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from pipeline.dpsgd.blocks import make_blocks
 from pipeline.dpsgd.clipping import make_clipping
+from pipeline.dpsgd.compiled import CompiledGradientSum
 from pipeline.dpsgd.engine import ClippedGradientSum
 from pipeline.dpsgd.layout import ParameterLayout, trainable_parameters
 from pipeline.dpsgd.noise import NoiseAhead
@@ -90,6 +93,9 @@ class PrivateGradients:
             blocks=make_blocks(privacy.clipping_style, model),
             two_backwards=settings.phase.activation_checkpointing,
         )
+        self._compiled = None
+        if settings.phase.resources.compile:
+            self._compiled = CompiledGradientSum(self._sums, self._losses)
         self._divisor = settings.batch_size
         self._noise = NoiseAhead(KeyedNoise(noise_key=key.noise_key()))
         mechanism.require(
@@ -106,12 +112,14 @@ class PrivateGradients:
 
     def accumulate(self, images: Tensor, mask_uniforms: Tensor, weights: Tensor) -> None:
         """Add the clipped gradients of a microbatch."""
-
-        def losses() -> Tensor:
-            return _losses_of_images(self._model, images, mask_uniforms, self._settings)
-
-        facts = self._sums.accumulate(losses, weights)
+        if self._compiled is not None:
+            facts = self._compiled.accumulate((images, mask_uniforms), weights)
+        else:
+            facts = self._sums.accumulate(partial(self._losses, images, mask_uniforms), weights)
         self._log.observe(facts.losses_M, facts.block_norms_MK, weights)
+
+    def _losses(self, images: Tensor, mask_uniforms: Tensor) -> Tensor:
+        return _losses_of_images(self._model, images, mask_uniforms, self._settings)
 
     def finish_step(self, step: int) -> ReleasedGradient:
         """Reduce, add the noise once, divide by B."""
@@ -152,8 +160,9 @@ class PublicGradients:
         *,
         gathers: bool = True,
     ) -> None:
-        self._model, self._settings, self._gathers = model, settings, gathers
+        self._settings, self._gathers = settings, gathers
         self._is_public = visibility == "public"
+        self._forward = torch.compile(model) if settings.phase.resources.compile else model
         self._layout = ParameterLayout.of(model)
         self._parameters = trainable_parameters(model)
         self._loss_sum, self._num_images = 0.0, 0.0
@@ -165,7 +174,7 @@ class PublicGradients:
 
     def accumulate(self, images: Tensor, mask_uniforms: Tensor, weights: Tensor) -> None:
         """Add the gradients of a microbatch."""
-        losses = _losses_of_images(self._model, images, mask_uniforms, self._settings)
+        losses = _losses_of_images(self._forward, images, mask_uniforms, self._settings)
         total = (losses.float() * weights).sum()
         total.backward()
         self._loss_sum += float(total.detach())
@@ -198,7 +207,10 @@ class PublicGradients:
 
 
 def _losses_of_images(
-    model: MaskedAutoencoder, images: Tensor, mask_uniforms: Tensor, settings: PhaseSettings
+    model: Callable[[Tensor, Tensor], Tensor],
+    images: Tensor,
+    mask_uniforms: Tensor,
+    settings: PhaseSettings,
 ) -> Tensor:
     """The loss of each image, the mean over its V views, [M]; each view's is computed alone."""
     is_bf16 = settings.phase.precision == "bfloat16"
