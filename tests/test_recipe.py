@@ -135,6 +135,13 @@ def test_digest_is_of_what_decides_the_result() -> None:
     assert demo("data.private.source=idx:/b").digest() != demo().digest()
 
 
+def test_compiling_and_checkpointing_do_not_go_together() -> None:
+    compiled = "phases.private.resources.compile=true"
+    assert demo(compiled).digest() == demo().digest()
+    with pytest.raises(RecipeError, match=r"resources\.compile and activation_checkpointing"):
+        demo(compiled, "phases.private.activation_checkpointing=true")
+
+
 def test_unknown_keys_are_refused_at_every_depth() -> None:
     content = yaml.safe_load(DEMO.read_text())
     paths = [(), ("model",), ("data", "private"), ("evaluation",)]

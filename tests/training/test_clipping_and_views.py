@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from phase_fixtures import (
 from torch import Tensor
 
 from pipeline.data.stream import StreamConfig, Unit
-from pipeline.dpsgd import make_blocks, make_clipping, reference_clipped_sum
+from pipeline.dpsgd import CompiledGradientSum, make_blocks, make_clipping, reference_clipped_sum
 from pipeline.dpsgd.blocks import STYLES
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.sampling import record_uniforms
 from pipeline.recipe import Privacy
 from pipeline.storage import Location
+from pipeline.training import gradients as gradients_module
 from pipeline.training.checkpoint import latest_checkpoint, load_checkpoint
 from pipeline.training.gradients import PrivateGradients, PublicGradients
 from pipeline.training.metrics import PrivateLog
@@ -113,6 +115,40 @@ def test_a_private_step_is_what_the_recipe_says(clipping: str, style: str) -> No
     torch.testing.assert_close(found, expected.flat_sum_P, rtol=1e-9, atol=1e-12)
     if clipping != "global":
         assert found.any()
+
+
+def test_a_compiled_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second microbatch is the first that runs compiled; here by a backend that is quick."""
+    quick = partial(CompiledGradientSum, backend="eager")
+    monkeypatch.setattr(gradients_module, "CompiledGradientSum", quick)
+    sums = []
+    for is_compiled in (False, True):
+        compiles = {"resources": {"compile": is_compiled}}
+        made = settings_of("private", **private_phase(clipping="flat"), **compiles)
+        model = build_model(MODEL).double()
+        images, uniforms, weights = batch(model)
+        assert made.mechanism is not None
+        key = AttemptKey.seeded(0)
+        plan = made.mechanism.plan(key.sampling_key(), num_records=NUM_RECORDS)
+        gradients = PrivateGradients(model, made, plan, key, PrivateLog(None, ""))
+        gradients._sums.zero_()
+        for rows in (images, images.flip(3)):
+            gradients.accumulate(rows.contiguous(), uniforms, weights)
+        sums.append(gradients._sums.flat_sum)
+        assert bool(gradients._compiled and gradients._compiled._steps) == is_compiled
+        gradients.close()
+    assert sums[0].any()
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-10, atol=1e-13)
+
+
+def test_a_public_step_is_compiled_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    model = build_model(MODEL)
+    for is_compiled in (False, True):
+        made = settings_of("public", resources={"compile": is_compiled})
+        PublicGradients(model, made, "public")
+    assert compiled == [model]
 
 
 def test_a_public_step_averages_the_views() -> None:
