@@ -86,7 +86,8 @@ class Budget(_Strict):
 class Dataset(_Strict):
     """One set of images, where it comes from and whether it may be looked at.
 
-    `source` is `imagefolder:DIR`, `idx:IMAGES`, `webdataset:DIR` or `synthetic:FAMILIES?…`.
+    `source` is `imagefolder:DIR`, `webdataset:DIR`, `parquet:DIR`, `idx:IMAGES` or
+    `synthetic:FAMILIES?…`.
     """
 
     source: Place
@@ -102,6 +103,9 @@ class Dataset(_Strict):
     """The class list, where the source states none: a public fact."""
     num_records: PositiveInt | None = None
     """N to plan with until the manifest's N rules; default of synthetic sets: their num_images."""
+    where: str | None = None
+    """Which images are taken, by their metadata (public), as in `width >= 256 and punsafe < 0.5`:
+    columns of Parquet or metadata files, keys of a tar's `.json`. What is unknown is left out."""
     image_short_side: PositiveInt = 256
     deduplicate: Literal["exact", "none"] = "exact"
     splits: dict[Name, Probability] | None = None
@@ -461,6 +465,8 @@ class Recipe(_Strict):
                 del phase[key]
         for dataset in content["data"].values():
             del dataset["num_records"], dataset["origin"], dataset["budget"]
+            if dataset["where"] is None:  # as before there was one
+                del dataset["where"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

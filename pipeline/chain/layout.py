@@ -131,6 +131,7 @@ class RunLayout:
             splits=dataset.splits,
             split_salt=dataset.split_salt,
             records_per_shard=dataset.records_per_shard,
+            where=dataset.where,
         )
 
     def _excluded(self, name: str) -> list[str]:

@@ -37,7 +37,8 @@ def check_places(layout: RunLayout) -> None:
     for name in recipe.data:
         roots = [layout.data_root(reference) for reference in layout.references(name)]
         if not all(DatasetManifest.exists(root) for root in roots):
-            _check_source(f"data.{name}.", layout.prepare_config(name).source)
+            config = layout.prepare_config(name)
+            _check_source(f"data.{name}.", config.source, config.where)
     if recipe.private_storage is not None:
         _check_writable("private_storage", recipe.private_storage, Location(recipe.private_storage))
     for ledger in layout.ledgers():
@@ -88,12 +89,12 @@ def _check_heads(layout: RunLayout, checkpoint: Location, facts: CheckpointFacts
         ledger.require_head(LedgerHead(index=index, digest=digest))
 
 
-def _check_source(field: str, source: str) -> None:
+def _check_source(field: str, source: str, where: str | None) -> None:
     try:
-        open_source(source)
+        open_source(source, where)
     except (OSError, ValueError) as error:
         reason = str(error).strip()
-        if not reason.startswith("source="):  # a storage's own words
+        if not reason.startswith(("source=", "where=")):  # a storage's own words
             reason = (
                 f"source={source} cannot be listed: {reason}; check the address and that you may "
                 "read it (credentials come from the environment)"

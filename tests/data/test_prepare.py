@@ -47,7 +47,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def many_units(monkeypatch) -> None:
     """A unit every five files, so that a small folder has several."""
-    monkeypatch.setattr("pipeline.data.sources.FILES_PER_UNIT", 5)
+    monkeypatch.setattr("pipeline.data.sources.imagefolder.FILES_PER_UNIT", 5)
 
 
 def test_same_bytes_for_any_number_of_workers(tmp_path, image_folder, many_units) -> None:

@@ -33,7 +33,7 @@ def config_of(folder: Path, **changes) -> PrepareConfig:
 
 
 def test_same_bytes_as_on_threads(ray_local, tmp_path, image_folder, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.data.sources.FILES_PER_UNIT", 10)
+    monkeypatch.setattr("pipeline.data.sources.imagefolder.FILES_PER_UNIT", 10)
     folder = image_folder("images", 45)
     (folder / "a" / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing")
     config = config_of(folder)

@@ -89,7 +89,7 @@ def prepare(
     if len(finished) == len(roots):
         return finished
     excluded, foreign = foreign_digests(config)
-    source = open_source(config.source)
+    source = open_source(config.source, config.where)
     units = source.list_units()
     run: Run = functools.partial(run_with_ray, num_cpus=num_workers)
     if executor == "threads":
@@ -156,7 +156,10 @@ def has_source_changed(config: PrepareConfig, destination: Location) -> bool:
     """
     try:
         before = read_summary(destination).get("listing_digest")
-        return before is not None and before != open_source(config.source).listing_digest()
+        return (
+            before is not None
+            and before != open_source(config.source, config.where).listing_digest()
+        )
     except (OSError, ValueError):
         return False
 

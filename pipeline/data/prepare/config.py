@@ -33,6 +33,7 @@ class PrepareConfig:
         splits: name -> share, adding up to 1; each becomes a dataset of its own.
         split_salt: public text; a record's split is decided by SHA-256(salt, pixel digest).
         records_per_shard: size of a tar.
+        where: which images are taken, by their metadata (`sources/where.py`).
     """
 
     name: str
@@ -50,6 +51,7 @@ class PrepareConfig:
     splits: dict[str, float] | None = None
     split_salt: str = "dp-pretrain"
     records_per_shard: int = 8_192
+    where: str | None = None
 
     def __post_init__(self) -> None:
         def refuse(name: str, allowed: str) -> None:
@@ -78,6 +80,8 @@ class PrepareConfig:
     def digest(self) -> str:
         """SHA-256 (hex) of everything that decides the output bytes."""
         deciding = {k: v for k, v in asdict(self).items() if k != "other_private"}
+        if self.where is None:  # as before there was one
+            del deciding["where"]
         text = json.dumps({**deciding, "format": 1}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
