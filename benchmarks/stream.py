@@ -62,7 +62,7 @@ Row = dict[str, Any]
 def measure_rates(
     work: methods.Work, place: str, options: argparse.Namespace, *, has_ray: bool
 ) -> list[Row]:
-    """A row for every method: its rate, and the median ratio to the bare pool's of the same round."""
+    """A row a method: its rate, and the median ratio to the bare pool's of the same round."""
     ways: dict[str, Callable[[], methods.Timing]] = {
         "bare_pool": lambda: methods.bare_pool(work),
         "thread_pool_stream": lambda: methods.thread_pool_stream(work),

@@ -1,4 +1,4 @@
-"""What benchmarks/stream.py reads: made data sets, an S3 server over them, a slow and counting road.
+"""What benchmarks/stream.py reads: made data sets, an S3 server over them, a slow, counting road.
 
 The pictures are procedural, of the size that `prepare` stores (341 x 256). A data set is written by
 the package's own writers, so that it is one that `prepare` could have made.
