@@ -234,7 +234,7 @@ def measure_ray(folder: Path, options: argparse.Namespace) -> Row:
         num_steps = max(1, options.control_units // ranks)
         work = methods.Work(root=str(folder / "tiny"), num_steps=num_steps, **tiny)
         arrivals = methods.deal(
-            work.config(ranks), lambda units: [time.perf_counter() for _ in units]
+            work.config(ranks), lambda units: [time.perf_counter() for _ in units], work.threads
         )
         begin = max(rank[0] for rank in arrivals)
         end = max(rank[-1] for rank in arrivals)

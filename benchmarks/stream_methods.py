@@ -203,7 +203,11 @@ def ray_stream(work: Work, world_size: int) -> Timing:
     """Ours as one Ray Data pipeline, dealt to so many ranks (threads of this process)."""
     started = time.perf_counter()
     config = work.config(world_size)
-    arrivals = deal(config, lambda units: [(time.perf_counter(), u.receipt()[0]) for u in units])
+    arrivals = deal(
+        config,
+        lambda units: [(time.perf_counter(), unit.receipt()[0]) for unit in units],
+        work.threads,
+    )
     assert sum(num for rank in arrivals for _, num in rank) == work.num_images
     return _steady([arrival for rank in arrivals for arrival in rank], started)
 
@@ -223,10 +227,10 @@ def _steady(arrivals: list[tuple[float, int]], started: float) -> Timing:
 
 
 def deal(
-    config: StreamConfig, consume: Callable[[Iterator[Unit]], Any], **options: Any
+    config: StreamConfig, consume: Callable[[Iterator[Unit]], Any], num_cpus: int
 ) -> list[Any]:
     """What `consume` makes of each rank's units, all ranks at the same time."""
-    iterators = ray_unit_iterators(config, **options)
+    iterators = ray_unit_iterators(config, num_cpus=num_cpus)
     with ThreadPoolExecutor(config.world_size) as pool:
         work = [
             pool.submit(lambda it, rank: consume(units_from_iterator(it, config, rank)), it, rank)
@@ -236,9 +240,13 @@ def deal(
 
 
 def first_unit_seconds(work: Work, num_steps: int) -> float:
-    """Time to the first unit of a phase of so many steps, on a cluster that is already warm."""
-    config = replace(work.config(), num_steps=num_steps)
+    """Time to the first unit of a phase of so many steps, on a warm cluster.
+
+    Warm: another pipeline has just come to its end, so that processes wait for work.
+    """
+    deal(replace(work.config(), num_steps=8), lambda units: sum(1 for _ in units), work.threads)
     started = time.perf_counter()
+    config = replace(work.config(), num_steps=num_steps)
     (iterator,) = ray_unit_iterators(config, num_cpus=work.threads)
     units = units_from_iterator(iterator, config, 0)
     next(units)
