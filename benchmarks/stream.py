@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import stream_methods as methods
 import stream_places as places
 
@@ -99,10 +98,13 @@ def measure_rates(
 
 
 def bytes_per_useful_byte(work: methods.Work, bytes_read: Callable[[], int]) -> float:
-    """Of one pass of the stream, in this process."""
-    work.store.labels([0])
+    """Of the records of all steps, unit by unit as the stream reads them, by a store of its own."""
+    store = ShardStore(work.root)
+    store.labels([0])
     before = bytes_read()
-    methods.thread_pool_stream(work)
+    for ids in work.step_ids:
+        for start in range(0, len(ids), work.rows_per_unit):
+            store.read(ids[start : start + work.rows_per_unit])
     return (bytes_read() - before) / work.useful_bytes
 
 
@@ -189,7 +191,7 @@ def measure_memory(folder: Path, options: argparse.Namespace) -> Row:
     for num_records in options.reader_records:
         root = folder / f"index-{num_records}"
         places.make_large_index(root, num_records)
-        asked = [sys.executable, __file__, "--reader", str(root)]
+        asked = [sys.executable, str(Path(__file__).with_name("stream_reader.py")), str(root)]
         answer = subprocess.run(asked, check=True, capture_output=True, text=True)
         row = {"section": "memory", "num_records": num_records, **json.loads(answer.stdout)}
         rows.append({**row, "index_bytes": (root / "index.arrow").stat().st_size})
@@ -202,25 +204,6 @@ def measure_memory(folder: Path, options: argparse.Namespace) -> Row:
         "reader_memory_ratio": most["anonymous_bytes"] / least["anonymous_bytes"],
         "index_bytes_per_record": most["index_bytes"] / most["num_records"],
     }
-
-
-def run_reader(root: str) -> None:
-    """In a process of its own: read records of random steps; prints its memory."""
-    before = anonymous_bytes()
-    store = ShardStore(root)
-    draws = np.random.default_rng(0)
-    for _ in range(20):
-        ids = np.sort(draws.choice(store.num_records, min(4096, store.num_records), replace=False))
-        store.read(ids)
-        store.labels(ids)
-    now = anonymous_bytes()
-    print(json.dumps({"anonymous_bytes": now, "anonymous_bytes_before": before}))
-
-
-def anonymous_bytes() -> int:
-    """Resident memory of this process that is not a mapped file's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 # -- Ray's own costs -------------------------------------------------------------------------------
@@ -418,7 +401,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--phase-steps", type=at_least_one, default=NUM_STEPS_OF_A_PHASE)
     parser.add_argument("--control-units", type=at_least_one, help="default 4000, quick 800")
     parser.add_argument("--reader-records", nargs="+", type=at_least_one, default=[10**6, 10**8])
-    parser.add_argument("--reader", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     quick = {"rounds": 2, "num_records": 8192, "num_images": 4096, "control_units": 800}
     whole = {"rounds": 5, "num_records": 32_768, "num_images": 16_384, "control_units": 4000}
@@ -446,9 +428,6 @@ def at_least_one(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     options = parse(arguments)
-    if options.reader:
-        run_reader(options.reader)
-        return
     with tempfile.TemporaryDirectory(prefix="dp-pretrain-benchmark-") as folder:
         result = measure(options, Path(folder))
     text = table(result)

@@ -170,20 +170,20 @@ def server_name() -> str:
 
 
 def _upload(folder: Path, port: int) -> None:
-    from pyarrow import fs  # noqa: PLC0415
+    import boto3  # noqa: PLC0415  which moto brings
 
-    s3 = fs.S3FileSystem(
-        access_key=KEY,
-        secret_key=SECRET,
-        region="us-east-1",
-        endpoint_override=f"http://127.0.0.1:{port}",
-        allow_bucket_creation=True,
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name="us-east-1",
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
     )
-    s3.create_dir(BUCKET)
+    client.create_bucket(Bucket=BUCKET)
     for file in sorted(folder.rglob("*")):
         if file.is_file():
-            with s3.open_output_stream(f"{BUCKET}/{file.relative_to(folder)}") as stream:
-                stream.write(file.read_bytes())
+            name = str(file.relative_to(folder))
+            client.put_object(Bucket=BUCKET, Key=name, Body=file.read_bytes())
 
 
 def free_port() -> int:

@@ -19,7 +19,7 @@ import torch
 
 from pipeline import recipe
 from pipeline.data.manifest import split_part
-from pipeline.data.shards import ShardStore, StorageFault
+from pipeline.data.shards import CacheSettings, ShardStore, StorageFault
 from pipeline.data.stream import DeliveryError, StreamConfig, Unit
 from pipeline.dpsgd import UnsupportedOperationError
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
@@ -230,6 +230,9 @@ class _OpenPhase:
                 self.model, settings, self.plan, key, self.private_log, gathers=gathers
             )
         self.augmentation_key = key.augmentation_key()
+        resources, cache = settings.phase.resources, None
+        if resources.cache_dir is not None:
+            cache = CacheSettings(folder=resources.cache_dir, num_bytes=resources.cache_bytes)
         self.units = open_units(
             StreamConfig(
                 plan=self.plan,
@@ -246,6 +249,8 @@ class _OpenPhase:
                 augment=settings.phase.augment,
                 views_per_image=settings.phase.views_per_image,
                 is_constant=settings.phase.constant_microbatches,
+                prefetch_units=resources.prefetch_units,
+                cache=cache,
             )
         )
 
