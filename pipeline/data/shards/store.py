@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from pipeline.data.shards.reads import (
     open_remote,
     pauses,
 )
-from pipeline.data.shards.writing import INDEX_NAME, INDEX_SCHEMA, SOURCES_NAME, stored_digest
+from pipeline.data.shards.writing import (
+    INDEX_NAME,
+    INDEX_SCHEMA,
+    SOURCES_NAME,
+    shard_name,
+    stored_digest,
+)
 from pipeline.storage import Location
 
 MAX_CHECKED_BYTES = 2 * 2**30
@@ -49,6 +56,33 @@ class Rows:
     offset: npt.NDArray[np.uint64]
     label: npt.NDArray[np.int32]
     digest: npt.NDArray[np.uint8]  # [n, 16]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a reader needs of a manifest at all times, without a line a shard."""
+
+    digest: str
+    num_records: int
+    index_digest: str
+    sources_digest: str | None
+    names: tuple[str, ...] | None
+    """Of the shards, where they are not those that `prepare` gives."""
+
+    @classmethod
+    def of(cls, manifest: DatasetManifest) -> _Facts:
+        names = tuple(shard.name for shard in manifest.shards)
+        is_usual = all(name == shard_name(number) for number, name in enumerate(names))
+        return cls(
+            digest=manifest.digest(),
+            num_records=manifest.num_records,
+            index_digest=manifest.index_digest,
+            sources_digest=manifest.sources_digest,
+            names=None if is_usual else names,
+        )
+
+    def name_of_shard(self, number: int) -> str:
+        return shard_name(number) if self.names is None else self.names[number]
 
 
 class ShardStore:
@@ -90,7 +124,8 @@ class ShardStore:
 
     def _open_state(self) -> None:
         self._lock = threading.RLock()
-        self._manifest: DatasetManifest | None = None
+        self._manifest: weakref.ref[DatasetManifest] | None = None
+        self._known: _Facts | None = None
         self._tables: dict[str, MappedTable] = {}
         self._shards: OrderedDict[int, RangeReader] = OrderedDict()
         self._threads: ReadThreads | None = None
@@ -110,21 +145,40 @@ class ShardStore:
 
     @property
     def manifest(self) -> DatasetManifest:
-        """The dataset's manifest. Raises ValueError if the folder is not a finished dataset."""
+        """The dataset's manifest, kept while somebody holds it: it names every shard.
+
+        Raises:
+            ValueError: the folder is not a finished dataset.
+            StorageFault: it is another dataset than when this store was opened.
+        """
         with self._lock:
-            if self._manifest is None:
-                self._manifest = DatasetManifest.load(self.root)
-            return self._manifest
+            manifest = self._manifest() if self._manifest is not None else None
+            if manifest is None:
+                manifest = DatasetManifest.load(self.root)
+                facts = _Facts.of(manifest)
+                if self._known not in (None, facts):
+                    raise StorageFault(
+                        f"{self.root} was prepared anew since it was opened: start again"
+                    )
+                self._known, self._manifest = facts, weakref.ref(manifest)
+            return manifest
+
+    @property
+    def _facts(self) -> _Facts:
+        if self._known is None:
+            _ = self.manifest
+        assert self._known is not None
+        return self._known
 
     @property
     def num_records(self) -> int:
         """N: record ids are 0 … N-1."""
-        return self.manifest.num_records
+        return self._facts.num_records
 
     def labels(self, record_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The records' labels, int64 [n]; -1 where there is none."""
         ids = self._checked(np.asarray(record_ids, np.int64))
-        table = self._table(INDEX_NAME, self.manifest.index_digest)
+        table = self._table(INDEX_NAME, self._facts.index_digest)
         return table.take("label", ids).astype(np.int64)
 
     def pixel_digests(self, record_ids: npt.ArrayLike | None = None) -> npt.NDArray[np.uint8]:
@@ -136,7 +190,7 @@ class ShardStore:
         return self._source_column("source_digest", record_ids)
 
     def _source_column(self, name: str, ids: npt.ArrayLike | None) -> npt.NDArray[np.uint8]:
-        digest = self.manifest.sources_digest
+        digest = self._facts.sources_digest
         if digest is None:
             raise ValueError(f"{self.root} was made without {SOURCES_NAME}: prepare it again")
         table = self._table(SOURCES_NAME, digest)
@@ -230,7 +284,7 @@ class ShardStore:
             if number in self._shards:
                 self._shards.move_to_end(number)
                 return self._shards[number]
-        location = self.root / self.manifest.shards[number].name
+        location = self.root / self.name_of_shard(number)
         is_local = location.is_local
         reader = LocalShard(str(location.local_path)) if is_local else open_remote(location)
         with self._lock:
@@ -240,6 +294,10 @@ class ShardStore:
             ):
                 self._shards.popitem(last=False)
         return reader
+
+    def name_of_shard(self, number: int) -> str:
+        """The file name of a shard."""
+        return self._facts.name_of_shard(number)
 
     def forget_shard(self, number: int) -> None:
         """Open a shard anew at the next read."""
@@ -256,7 +314,7 @@ class ShardStore:
         with self._lock:
             if self.cache_settings is not None and not self._has_tried_cache:
                 self._has_tried_cache = True
-                digest = self.manifest.digest()
+                digest = self._facts.digest
                 try:
                     self._cache = RecordCache(self.cache_settings, digest, self.num_records)
                 except OSError as error:
@@ -265,15 +323,13 @@ class ShardStore:
 
     def _rows(self, record_ids: npt.NDArray[np.int64]) -> Rows:
         ids = self._checked(record_ids)
-        table = self._table(INDEX_NAME, self.manifest.index_digest)
+        table = self._table(INDEX_NAME, self._facts.index_digest)
         return Rows(*(table.take(name, ids) for name in INDEX_SCHEMA.names))
 
     def _checked(self, record_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if record_ids.size and not (
-            record_ids.min() >= 0 and record_ids.max() < self.manifest.num_records
-        ):
+        if record_ids.size and not (record_ids.min() >= 0 and record_ids.max() < self.num_records):
             raise ValueError(
-                f"a record id lies outside [0, {self.manifest.num_records}): the plan and the"
+                f"a record id lies outside [0, {self.num_records}): the plan and the"
                 " dataset disagree on the number of records"
             )
         return record_ids
@@ -297,7 +353,7 @@ class ShardStore:
             StorageFault: naming what is wrong and what to do.
         """
         try:
-            self._table(INDEX_NAME, self.manifest.index_digest, verify=True)
+            self._table(INDEX_NAME, self._facts.index_digest, verify=True)
         except StorageFault as fault:
             raise self._damaged(str(fault).partition("; ")[0]) from None
         filesystem, path = self.root.filesystem()
@@ -416,7 +472,7 @@ class PendingRead:
 
     def _detail(self, positions: npt.NDArray[np.int64], reason: str) -> str:
         """For the private log: which shard and records."""
-        shard = self._store.manifest.shards[int(self._rows.shard[positions[0]])].name
+        shard = self._store.name_of_shard(int(self._rows.shard[positions[0]]))
         records = ", ".join(map(str, self._ids[positions[:10]].tolist()))
         more = f" and {len(positions) - 10} more" if len(positions) > 10 else ""
         return f"shard {shard}, records {records}{more}: {reason}"
