@@ -14,6 +14,11 @@ import pytest
 BUCKET = "bucket"
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # a refused connection would be tried again a second later
+
+
 class FaultyS3:
     """Serves `folder` as bucket BUCKET.
 
@@ -29,8 +34,7 @@ class FaultyS3:
         self.reads: list[tuple[str, int]] = []
         self.is_over = threading.Event()
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), self._handler())
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

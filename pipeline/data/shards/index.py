@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pipeline.data.shards.faults import StorageFault
-from pipeline.data.shards.reads import Attempt, ReadThreads, open_remote, pauses
+from pipeline.data.shards.reads import Attempt, ReadThreads, pauses, remote_filesystem
 from pipeline.data.shards.writing import ROWS_PER_BATCH
 from pipeline.storage import Location
 
@@ -127,7 +127,8 @@ def local_copy(location: Location, digest: str) -> Path:
 
 def _fetch(location: Location, target: Path) -> str:
     """Copy a file by parts, several at once; returns its SHA-256."""
-    file = open_remote(location)
+    filesystem, path = remote_filesystem(location)
+    file = filesystem.open_input_file(path)
     size, threads = file.size(), ReadThreads(NUM_PARTS_AT_ONCE)
     starts = deque(range(0, size, COPY_PART_BYTES))
     waiting: deque[Attempt[bytes]] = deque()

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from typing import Generic, Protocol, TypeVar
 
 import pyarrow as pa
+from pyarrow import fs
 
 from pipeline.storage import Location
 
@@ -46,13 +47,16 @@ class LocalShard:
             os.close(self._descriptor)
 
 
-def open_remote(location: Location) -> pa.NativeFile:
-    """A file of an object store, for reads at any place."""
+def remote_filesystem(location: Location) -> tuple[fs.FileSystem, str]:
+    """The object store and the path on it; to be asked for once and kept.
+
+    Arrow's S3 opens no further connection pool while a request of an earlier one is under way, so
+    that one request that hangs would hold up whoever opens another.
+    """
     # Arrow gives a store as many connections as it has such threads, or 25.
     if pa.io_thread_count() < NUM_REMOTE_READS:
         pa.set_io_thread_count(NUM_REMOTE_READS)
-    filesystem, path = location.filesystem()
-    return filesystem.open_input_file(path)
+    return location.filesystem()
 
 
 class Attempt(Generic[Result]):

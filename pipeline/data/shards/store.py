@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pyarrow import fs
 
 from pipeline.data.manifest import DatasetManifest
 from pipeline.data.shards.cache import CacheSettings, RecordCache
@@ -25,8 +26,8 @@ from pipeline.data.shards.reads import (
     LocalShard,
     RangeReader,
     ReadThreads,
-    open_remote,
     pauses,
+    remote_filesystem,
 )
 from pipeline.data.shards.writing import (
     INDEX_NAME,
@@ -129,6 +130,7 @@ class ShardStore:
         self._tables: dict[str, MappedTable] = {}
         self._shards: OrderedDict[int, RangeReader] = OrderedDict()
         self._threads: ReadThreads | None = None
+        self._filesystem: tuple[fs.FileSystem, str] | None = None
         self._cache: RecordCache | None = None
         self._has_tried_cache = False
 
@@ -284,9 +286,13 @@ class ShardStore:
             if number in self._shards:
                 self._shards.move_to_end(number)
                 return self._shards[number]
-        location = self.root / self.name_of_shard(number)
-        is_local = location.is_local
-        reader = LocalShard(str(location.local_path)) if is_local else open_remote(location)
+        name, is_local = self.name_of_shard(number), self.root.is_local
+        reader: RangeReader
+        if is_local:
+            reader = LocalShard(str(self.root.local_path / name))
+        else:
+            filesystem, path = self._remote()
+            reader = filesystem.open_input_file(f"{path}/{name}")
         with self._lock:
             self._shards[number] = reader
             while len(self._shards) > (
@@ -298,6 +304,12 @@ class ShardStore:
     def name_of_shard(self, number: int) -> str:
         """The file name of a shard."""
         return self._facts.name_of_shard(number)
+
+    def _remote(self) -> tuple[fs.FileSystem, str]:
+        with self._lock:
+            if self._filesystem is None:
+                self._filesystem = remote_filesystem(self.root)
+            return self._filesystem
 
     def forget_shard(self, number: int) -> None:
         """Open a shard anew at the next read."""
