@@ -1,6 +1,6 @@
 """A process that reads records of random steps and prints its memory: see benchmarks/stream.py.
 
-Nothing else is loaded in it (no torch), so that what reading takes is not lost beside it.
+It loads what a data task loads, and first reads and decodes nothing: `anonymous_bytes_before`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.shards import ShardStore
+from pipeline.data.views import PixelReader
 
 
 def anonymous_bytes() -> int:
@@ -23,7 +24,7 @@ def anonymous_bytes() -> int:
 def main(root: str) -> None:
     """Twenty steps of 4,096 records."""
     before = anonymous_bytes()
-    store = ShardStore(root)
+    store = PixelReader(ShardStore(root), 0).store
     draws = np.random.default_rng(0)
     for _ in range(20):
         ids = np.unique(draws.integers(0, store.num_records, 4096))

@@ -280,6 +280,9 @@ class Phase(_Strict):
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     batch_size: PositiveInt | None = None
     """Logical batch of a public phase (private phases: privacy.expected_batch_size)."""
+    reading: Literal["auto", "records", "shards"] = "auto"
+    """Public phases: shuffle single records, or whole shards, a run of neighbours of each in turn;
+    auto: whole shards where the set is a large one of small records in an object store."""
     optimizer: Optimizer
     privacy: Privacy | None = None
     microbatch_size: PositiveInt = 256

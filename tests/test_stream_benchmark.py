@@ -106,3 +106,22 @@ def test_bad_arguments_are_refused(
         stream.parse(arguments)
     message = capsys.readouterr().err
     assert all(word in message for word in told)
+
+
+def test_prepare_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """benchmarks/prepare.py: a ratio for each kind of picture, and memory."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    prepare = importlib.import_module("prepare")
+    tiny = ["--photograph-size", "60", "90", "--num-photographs", "3", "--num-small", "4"]
+    file = tmp_path / "result.json"
+    prepare.main([*tiny, "--memory-images", "20", "--rounds", "1", "--json", str(file)])
+    result = json.loads(file.read_text())
+    rows = {row.get("images"): row for row in result["rows"]}
+    for name, key in (("photographs", "photographs"), ("341x256 JPEG", "small")):
+        ratio = result[f"prepare_over_decoder_{key}"]
+        assert ratio == rows[name]["prepare_over_decoder"] > 0
+    assert rows["photographs"]["num_images"] == 3 and not result["are_photographs_real"]
+    assert result["memory_ratio"] > 0
+    assert "| photographs | " in capsys.readouterr().out

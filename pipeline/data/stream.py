@@ -25,12 +25,20 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.shards import CacheSettings, ShardStore, StorageFault
-from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, view_uniforms
+from pipeline.privacy.sampling import (
+    PoissonPlan,
+    ShardShufflePlan,
+    ShufflePlan,
+    checksum,
+    view_uniforms,
+)
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
     from pipeline.data.views import PixelReader, PixelRows
+
+Plan = PoissonPlan | ShufflePlan | ShardShufflePlan
 
 RAY_PIXEL_CACHE_BYTES = 128 * 2**20
 ROWS_PER_CHUNK, LEAST_ROWS = 128, 8
@@ -70,7 +78,7 @@ class StreamConfig:
         cache: where stored bytes are kept on each machine, if anywhere.
     """
 
-    plan: PoissonPlan | ShufflePlan
+    plan: Plan
     store_root: str
     augmentation_key: bytes = field(repr=False)
     world_size: int
@@ -393,7 +401,7 @@ def _hush_ray_data() -> None:
 _last_plans: OrderedDict[tuple[Any, int], npt.NDArray[np.int64]] = OrderedDict()
 
 
-def _planned(plan: PoissonPlan | ShufflePlan, step: int) -> npt.NDArray[np.int64]:
+def _planned(plan: Plan, step: int) -> npt.NDArray[np.int64]:
     """A step's ids, kept for the step's other units that come to this worker."""
     key = (plan, step)
     if key not in _last_plans:

@@ -183,6 +183,11 @@ class ShardStore:
         table = self._table(INDEX_NAME, self._facts.index_digest)
         return table.take("label", ids).astype(np.int64)
 
+    def shards_of(self, record_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The number of the shard that holds each record, int64 [n]."""
+        ids = self._checked(np.asarray(record_ids, np.int64))
+        return self._table(INDEX_NAME, self._facts.index_digest).take("shard", ids).astype(np.int64)
+
     def pixel_digests(self, record_ids: npt.ArrayLike | None = None) -> npt.NDArray[np.uint8]:
         """SHA-256 of the decoded pixels before resizing, uint8 [n, 32]; of all records if None."""
         return self._source_column("pixel_digest", record_ids)
