@@ -161,13 +161,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--photographs", type=Path, help="a folder of real photographs")
     parser.add_argument("--photograph-size", nargs=2, type=at_least_one, default=[2000, 3000])
-    parser.add_argument("--num-photographs", type=at_least_one, help="default 60, quick 20")
-    parser.add_argument("--num-small", type=at_least_one, help="default 5000, quick 1500")
-    parser.add_argument("--memory-images", type=at_least_one, help="default 100000, quick 10000")
+    parser.add_argument("--num-photographs", type=at_least_one, help="default 60, quick 12")
+    parser.add_argument("--num-small", type=at_least_one, help="default 5000, quick 1000")
+    parser.add_argument("--memory-images", type=at_least_one, help="default 100000, quick 5000")
     parser.add_argument("--rounds", type=at_least_one, help="default 5, quick 2")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    quick = {"num_photographs": 20, "num_small": 1500, "memory_images": 10_000, "rounds": 2}
+    quick = {"num_photographs": 12, "num_small": 1000, "memory_images": 5_000, "rounds": 2}
     whole = {"num_photographs": 60, "num_small": 5000, "memory_images": 100_000, "rounds": 5}
     for name, value in (quick if options.quick else whole).items():
         if getattr(options, name) is None:

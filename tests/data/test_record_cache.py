@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -103,8 +104,12 @@ def test_one_folder_serves_one_data_set_after_another(tmp_path: Path) -> None:
 def test_limits_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cache_bytes is 5: it must be at least"):
         CacheSettings(folder=str(tmp_path), num_bytes=5)
-    with pytest.raises(ValueError, match="1000000 records need"):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="1000000 records need") as refusal:
         RecordCache(CacheSettings(folder=str(tmp_path), num_bytes=MIB), DIGEST, 10**6)
+    del refusal
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before, "files closed once, and no other's"
 
 
 def test_cache_that_breaks_is_no_cache(

@@ -81,7 +81,6 @@ class RecordCache:
             if is_alone and ring_bytes + table_bytes != room:
                 ring_bytes = room - table_bytes
                 if ring_bytes < _LEAST_RING_BYTES:
-                    os.close(self._use)
                     raise ValueError(
                         f"cache_bytes={settings.num_bytes} leaves {max(room, 0)} bytes in {folder}:"
                         f" {num_records} records need {table_bytes + _LEAST_RING_BYTES} or more;"
