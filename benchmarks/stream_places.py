@@ -48,14 +48,24 @@ class Unavailable(RuntimeError):
 # -- data sets -------------------------------------------------------------------------------------
 
 
-def make_pictures(height: int, width: int, quality: int = 95) -> list[bytes]:
-    """NUM_PICTURES procedural JPEGs, every one another."""
-    side = max(height, width)
-    pixels = generate_batch("dead_leaves", 1, 0, NUM_PICTURES, side)
-    noise = np.random.default_rng(0).integers(-12, 13, pixels.shape)
-    # Grain, as photographs have it: without it a JPEG is a third of a photograph's size.
-    grainy = np.clip(pixels.astype(np.int64) + noise, 0, 255).astype(np.uint8)
-    return [encode_jpeg(np.ascontiguousarray(p[:height, :width]), quality) for p in grainy]
+def make_pictures(
+    height: int, width: int, num_pictures: int = NUM_PICTURES, quality: int = 95
+) -> list[bytes]:
+    """Procedural JPEGs, every one another.
+
+    With grain, as photographs have it: without, a JPEG is a third of a photograph's size. Pictures
+    above 512 pixels are enlarged ones.
+    """
+    side, draws = min(max(height, width), 512), np.random.default_rng(0)
+    factor = -(-max(height, width) // side)
+    pictures = []
+    for index in range(num_pictures):
+        (small,) = generate_batch("dead_leaves", 1, index, 1, side)
+        large = small.repeat(factor, 0).repeat(factor, 1)[:height, :width]
+        grain = draws.integers(-12, 13, large.shape, np.int16)
+        grainy = np.clip(large.astype(np.int16) + grain, 0, 255).astype(np.uint8)
+        pictures.append(encode_jpeg(np.ascontiguousarray(grainy), quality))
+    return pictures
 
 
 def make_dataset(root: Path, num_records: int, pictures: Sequence[bytes]) -> None:
