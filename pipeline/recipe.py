@@ -238,6 +238,14 @@ class Resources(_Strict):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     data_cpus: PositiveInt = 2
     """Threads (workers = 0) or Ray Data CPUs (at most) that read and decode."""
+    prefetch_units: PositiveInt = 4
+    """Units of images that a worker has in work or waiting: more hides slower storage, and takes
+    memory (of Ray's object store, where there are workers)."""
+    cache_dir: str | None = None
+    """A folder on each machine's own disk that keeps what was read from an object store. It tells
+    which records were read, is readable by its owner only, and stays when the run ends."""
+    cache_bytes: Annotated[int, Field(ge=2**20)] = 100 * 2**30
+    """The most that cache_dir may take on each machine."""
     max_failures: NonNegativeInt = 3
     """Worker-group restarts before the phase gives up; each costs reserve steps."""
     shard_optimizer: bool = True
@@ -276,6 +284,9 @@ class Phase(_Strict):
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     batch_size: PositiveInt | None = None
     """Logical batch of a public phase (private phases: privacy.expected_batch_size)."""
+    reading: Literal["auto", "records", "shards"] = "auto"
+    """Public phases: shuffle single records, or whole shards, a run of neighbours of each in turn;
+    auto: whole shards where the set is a large one of small records in an object store."""
     optimizer: Optimizer
     privacy: Privacy | None = None
     microbatch_size: PositiveInt = 256

@@ -122,7 +122,10 @@ def test_missing_file_and_bad_yaml_are_recipe_errors(tmp_path: Path) -> None:
 
 
 def test_digest_is_of_what_decides_the_result() -> None:
-    same = demo("storage=/elsewhere", "phases.private.resources.workers=2", "name=other")
+    machines = ("workers=2", "cache_dir=/nvme", "cache_bytes=1048576", "prefetch_units=9")
+    same = demo(
+        "storage=/elsewhere", "name=other", *(f"phases.private.resources.{m}" for m in machines)
+    )
     assert same.digest() == demo().digest()
     told = ("evaluation.seed=1", "data.private.num_records=7", "hyperparameter_search=none")
     assert demo(*told, "phases.private.held_out=").digest() == demo().digest()

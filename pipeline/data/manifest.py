@@ -11,6 +11,7 @@ import json
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from pipeline.storage import Location
 
@@ -20,10 +21,12 @@ SPLIT_NAME = "split.json"
 Sha256Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Shard(BaseModel):
-    """One tar of the dataset: its name below the dataset's folder, size and SHA-256."""
+@dataclass(config=ConfigDict(strict=True, extra="forbid"), frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One tar of the dataset: its name below the dataset's folder, size and SHA-256.
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    Slots, for a large dataset has 100,000 of them, in every process that reads it.
+    """
 
     name: str
     num_bytes: int = Field(ge=0)

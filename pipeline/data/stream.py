@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,16 +24,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.shards import ShardStore, StorageFault
-from pipeline.privacy.sampling import PoissonPlan, ShufflePlan, checksum, view_uniforms
+from pipeline.data.shards import CacheSettings, ShardStore, StorageFault
+from pipeline.privacy.sampling import (
+    PoissonPlan,
+    ShardShufflePlan,
+    ShufflePlan,
+    checksum,
+    view_uniforms,
+)
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-    from pipeline.data.views import PixelReader
+    from pipeline.data.views import PixelReader, PixelRows
+
+Plan = PoissonPlan | ShufflePlan | ShardShufflePlan
 
 RAY_PIXEL_CACHE_BYTES = 128 * 2**20
-ROWS_PER_CHUNK = 128
+ROWS_PER_CHUNK, LEAST_ROWS = 128, 8
+CHUNKS_AHEAD = 2
 STEPS_PER_PLAN_TASK = 8
 CONSTANT_SDS = 6
 
@@ -62,9 +73,12 @@ class StreamConfig:
         is_constant: every step has as many units as one of mean + CONSTANT_SDS standard deviations
             needs, so that the time of a step does not tell its realised size. A larger step (once
             in 1e9) has the units it needs: no record is ever left out for it.
+        prefetch_units: how many units of a rank are in work or waiting. Bounds the memory of a
+            rank and, with the number of data tasks, what lies in Ray's object store.
+        cache: where stored bytes are kept on each machine, if anywhere.
     """
 
-    plan: PoissonPlan | ShufflePlan
+    plan: Plan
     store_root: str
     augmentation_key: bytes = field(repr=False)
     world_size: int
@@ -78,10 +92,12 @@ class StreamConfig:
     augment: bool = True
     views_per_image: int = 1
     is_constant: bool = False
+    prefetch_units: int = 4
+    cache: CacheSettings | None = None
 
     def __post_init__(self) -> None:
         counts = ("world_size", "microbatch_size", "microbatches_per_unit")
-        for name in (*counts, "image_size", "views_per_image"):
+        for name in (*counts, "image_size", "views_per_image", "prefetch_units"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("first_step", "num_steps"):
@@ -98,6 +114,11 @@ class StreamConfig:
     def rows_per_unit(self) -> int:
         """R: rows of every unit."""
         return self.microbatch_size * self.microbatches_per_unit
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit's images."""
+        return self.rows_per_unit * self.views_per_image * 3 * self.image_size**2
 
     @property
     def steps(self) -> range:
@@ -203,17 +224,18 @@ class _UnitBuilder:
             images=np.zeros((rows * config.views_per_image, 3, size, size), np.uint8),
             labels=np.full(rows, -1, np.int64),
         )
-        num_real = int((ids >= 0).sum())
-        self.chunks = [
-            slice(start, min(start + ROWS_PER_CHUNK, num_real))
-            for start in range(0, num_real, ROWS_PER_CHUNK)
-        ]
+        self.num_real = int((ids >= 0).sum())
 
-    def fill(self, reader: PixelReader, chunk: slice) -> None:
+    def begin(self, reader: PixelReader, chunk: slice) -> Callable[[], None]:
+        """Begin to read some rows; the call that is returned decodes them into the unit."""
+        finish_reading = reader.begin(self.unit.record_ids[chunk])
+        return lambda: self._fill(reader, chunk, finish_reading())
+
+    def _fill(self, reader: PixelReader, chunk: slice, pixels: PixelRows) -> None:
         from pipeline.data import images, views  # noqa: PLC0415  torch only where pixels are made
 
         config, unit = self.config, self.unit
-        ids = unit.record_ids[chunk]
+        ids, num_views = unit.record_ids[chunk], config.views_per_image
         uniforms = None
         if config.augment:
             uniforms = view_uniforms(
@@ -222,22 +244,20 @@ class _UnitBuilder:
                 ids,
                 purpose="crop",
                 num_values=images.NUM_CROP_UNIFORMS,
-                num_views=config.views_per_image,
+                num_views=num_views,
             )
-        pixels, is_decoded = views.read_views(
-            reader,
-            ids,
-            image_size=config.image_size,
+        unit.weights[chunk] = views.write_views(
+            pixels,
+            unit.images[chunk.start * num_views : chunk.stop * num_views],
             crop_scale=config.crop_scale,
             crop_uniforms=uniforms,
-            views_per_image=config.views_per_image,
         )
-        views_of_chunk = slice(
-            chunk.start * config.views_per_image, chunk.stop * config.views_per_image
-        )
-        unit.images[views_of_chunk] = pixels
-        unit.weights[chunk] = is_decoded
         unit.labels[chunk] = reader.store.labels(ids)
+
+    def chunks(self, num_rows: int) -> Iterator[slice]:
+        """The rows that hold records, so many at a time."""
+        for start in range(0, self.num_real, num_rows):
+            yield slice(start, min(start + num_rows, self.num_real))
 
 
 # ------------------------------------------------------------------------- way 1: a thread pool
@@ -247,8 +267,6 @@ def thread_pool_units(
     config: StreamConfig,
     rank: int = 0,
     num_threads: int | None = None,
-    *,
-    prefetch_units: int = 4,
 ) -> Iterator[Unit]:
     """One rank's units in (step, unit) order, read ahead by threads of this process.
 
@@ -256,7 +274,6 @@ def thread_pool_units(
         config: what to deliver.
         rank: whose units, in [0, world_size).
         num_threads: None = one per CPU, at most 16.
-        prefetch_units: how many units are in work or waiting; bounds the memory.
 
     Raises:
         ValueError: plan and dataset do not fit together.
@@ -271,16 +288,19 @@ def thread_pool_units(
     if not 0 <= rank < config.world_size:
         raise ValueError(f"rank={rank} must lie in [0, {config.world_size})")
     digest = _checked_digest(config)
-    return _thread_pool_units(config, rank, digest, num_threads, prefetch_units)
+    return _thread_pool_units(config, rank, digest, num_threads or min(16, os.cpu_count() or 1))
 
 
 def _thread_pool_units(
-    config: StreamConfig, rank: int, digest: str, num_threads: int | None, prefetch_units: int
+    config: StreamConfig, rank: int, digest: str, num_threads: int
 ) -> Iterator[Unit]:
     from pipeline.data.views import PIXEL_CACHE_BYTES, shared_reader  # noqa: PLC0415
 
-    reader = shared_reader(config.store_root, digest, PIXEL_CACHE_BYTES)
-    pool = ThreadPoolExecutor(num_threads or min(16, os.cpu_count() or 1), "stream")
+    reader = shared_reader(config.store_root, digest, PIXEL_CACHE_BYTES, config.cache)
+    pool = ThreadPoolExecutor(num_threads, "stream")
+    # So small that the units read ahead keep every thread busy.
+    rows_ahead = config.rows_per_unit * config.prefetch_units
+    rows_per_chunk = min(max(rows_ahead // (3 * num_threads), LEAST_ROWS), ROWS_PER_CHUNK)
     waiting: deque[tuple[Unit, list[Future[None]]]] = deque()
 
     def first() -> Unit:
@@ -301,9 +321,12 @@ def _thread_pool_units(
             step_ids = config.plan.record_ids(step)
             for number in range(num_units_of_step(len(step_ids), config)):
                 builder = _UnitBuilder(config, step_ids, step, number, rank)
-                chunks = [pool.submit(builder.fill, reader, chunk) for chunk in builder.chunks]
+                chunks = [
+                    pool.submit(builder.begin(reader, chunk))
+                    for chunk in builder.chunks(rows_per_chunk)
+                ]
                 waiting.append((builder.unit, chunks))
-                if len(waiting) >= prefetch_units:
+                if len(waiting) >= config.prefetch_units:
                     yield first()
         while waiting:
             yield first()
@@ -339,7 +362,11 @@ def ray_unit_iterators(
         _hush_ray_data()
     context = _quiet(DataContext.get_current().copy())
     if num_cpus:
-        context.execution_options.resource_limits = ExecutionResources(cpu=num_cpus)
+        # Of Ray's object store: what tasks are making and have just made, and what waits.
+        num_units = 2 * num_cpus + config.world_size * config.prefetch_units
+        context.execution_options.resource_limits = ExecutionResources(
+            cpu=num_cpus, object_store_memory=num_units * (config.unit_bytes + 2**20)
+        )
     plan, fetch = _PlanTask(config), _FetchTask(config, digest)
     with DataContext.current(context):
         dataset = (
@@ -374,7 +401,7 @@ def _hush_ray_data() -> None:
 _last_plans: OrderedDict[tuple[Any, int], npt.NDArray[np.int64]] = OrderedDict()
 
 
-def _planned(plan: PoissonPlan | ShufflePlan, step: int) -> npt.NDArray[np.int64]:
+def _planned(plan: Plan, step: int) -> npt.NDArray[np.int64]:
     """A step's ids, kept for the step's other units that come to this worker."""
     key = (plan, step)
     if key not in _last_plans:
@@ -398,16 +425,25 @@ class _PlanTask:
             _hush_ray_data()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        config = self.config
-        rows = []
-        for offset in batch["id"].tolist():
-            step = config.first_step + offset
-            num_units = num_units_of_step(len(config.plan.record_ids(step)), config)
-            rows += [
-                (step, unit, rank) for unit in range(num_units) for rank in range(config.world_size)
+        steps = [self.config.first_step + offset for offset in batch["id"].tolist()]
+        ranks = range(self.config.world_size)
+        fault = ""
+        try:
+            rows = [
+                (step, unit, rank)
+                for step in steps
+                for unit in range(self._num_units(step))
+                for rank in ranks
             ]
+        except Exception as error:
+            fault = fault_text(error)
+            rows = [(step, 0, rank) for step in steps for rank in ranks]
         tags = np.array(rows, np.int64).reshape(-1, 3)
-        return {"step": tags[:, 0], "unit": tags[:, 1], "rank": tags[:, 2]}
+        faults = np.full(len(rows), fault, dtype=object)
+        return {"step": tags[:, 0], "unit": tags[:, 1], "rank": tags[:, 2], "fault": faults}
+
+    def _num_units(self, step: int) -> int:
+        return num_units_of_step(len(self.config.plan.record_ids(step)), self.config)
 
 
 @dataclass(frozen=True)
@@ -418,31 +454,52 @@ class _FetchTask:
     manifest_digest: str
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        from pipeline.data.views import shared_reader  # noqa: PLC0415
-
-        step, number, rank = (int(batch[name][0]) for name in ("step", "unit", "rank"))
-        step_ids = _planned(self.config.plan, step)
-        builder = _UnitBuilder(self.config, step_ids, step, number, rank)
-        fault = ""
-        try:
-            reader = shared_reader(
-                self.config.store_root, self.manifest_digest, RAY_PIXEL_CACHE_BYTES
-            )
-            for chunk in builder.chunks:
-                builder.fill(reader, chunk)
-        except StorageFault as error:
-            fault = f"{error}\n{error.private_detail}"
-        except Exception as error:  # Ray would log its traceback, and with it what it was about
-            fault = f"a data task failed\n{type(error).__name__}: {error}"
-        unit = builder.unit
+        tags = [int(batch[name][0]) for name in ("step", "unit", "rank")]
+        fault = str(batch["fault"][0])
+        if not fault:
+            try:
+                unit = self._unit(*tags)
+                return {
+                    "tags": np.array([[*tags, unit.num_units]], np.int64),
+                    "record_ids": unit.record_ids[None],
+                    "weights": unit.weights[None],
+                    "images": unit.images[None],
+                    "labels": unit.labels[None],
+                    "fault": np.array([""], dtype=object),
+                }
+            except Exception as error:
+                fault = fault_text(error)
+        nothing = np.zeros((1, 0), np.int64)
+        columns = dict.fromkeys(("record_ids", "weights", "images", "labels"), nothing)
         return {
-            "tags": np.array([[step, number, rank, unit.num_units]], np.int64),
-            "record_ids": unit.record_ids[None],
-            "weights": unit.weights[None],
-            "images": unit.images[None],
-            "labels": unit.labels[None],
+            "tags": np.array([[*tags, 1]], np.int64),
+            **columns,
             "fault": np.array([fault], dtype=object),
         }
+
+    def _unit(self, step: int, number: int, rank: int) -> Unit:
+        from pipeline.data.views import shared_reader  # noqa: PLC0415
+
+        config = self.config
+        builder = _UnitBuilder(config, _planned(config.plan, step), step, number, rank)
+        reader = shared_reader(
+            config.store_root, self.manifest_digest, RAY_PIXEL_CACHE_BYTES, config.cache
+        )
+        begun: deque[Callable[[], None]] = deque()
+        for chunk in builder.chunks(ROWS_PER_CHUNK // 2):  # the next ones are read meanwhile
+            begun.append(builder.begin(reader, chunk))
+            if len(begun) > CHUNKS_AHEAD:
+                begun.popleft()()
+        while begun:
+            begun.popleft()()
+        return builder.unit
+
+
+def fault_text(error: Exception) -> str:
+    """A task's failure as a value: Ray would log its traceback, and with it what it was about."""
+    if isinstance(error, StorageFault):
+        return f"{error}\n{error.private_detail}"
+    return f"a data task failed\n{type(error).__name__}: {error}"
 
 
 def units_from_iterator(iterator: DataIterator, config: StreamConfig, rank: int) -> Iterator[Unit]:
@@ -452,26 +509,31 @@ def units_from_iterator(iterator: DataIterator, config: StreamConfig, rank: int)
         DeliveryError: a unit of another step, place or rank came, or the stream ended early.
         StorageFault: a data task could not read its records; `private_detail` says which.
     """
-    whole_blocks: Any = None  # the documented value, which Ray's annotation forgets
-    batches = iterator.iter_batches(
-        batch_size=whole_blocks, batch_format="numpy", prefetch_batches=2
-    )
-    rows = _rows_of(batches)
+    rows = _rows_ahead(iterator, config.prefetch_units)
+    try:
+        yield from _checked_units(rows, config, rank)
+    finally:
+        rows.close()
+
+
+def _checked_units(
+    rows: Iterator[dict[str, Any]], config: StreamConfig, rank: int
+) -> Iterator[Unit]:
     for step in config.steps:
         number, num_units = 0, 1
         while number < num_units:
             row = next(rows, None)
             if row is None:
                 raise DeliveryError("the stream ended before its last step")
+            if row["fault"]:
+                message, _, detail = str(row["fault"]).partition("\n")
+                raise StorageFault(message, detail)
             tags = tuple(int(tag) for tag in row["tags"])
             if tags[:3] != (step, number, rank) or (number > 0 and tags[3] != num_units):
                 raise DeliveryError(
                     f"rank {rank} waits for step {step} and was dealt another unit's rows; start"
                     " the same command again to resume from the last checkpoint"
                 )
-            if row["fault"]:
-                message, _, detail = str(row["fault"]).partition("\n")
-                raise StorageFault(message, detail)
             num_units = tags[3]
             # Copies: a block in shared memory is read-only and must be let go of.
             yield Unit(
@@ -489,7 +551,40 @@ def units_from_iterator(iterator: DataIterator, config: StreamConfig, rank: int)
         raise DeliveryError("the stream brought more than its last step")
 
 
-def _rows_of(batches: Any) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        for row in range(len(batch["tags"])):
-            yield {name: column[row] for name, column in batch.items()}
+def _rows_ahead(iterator: DataIterator, num_rows: int) -> Generator[dict[str, Any], None, None]:
+    """Rows as they come, so many at most taken in advance by a thread.
+
+    Ray's own prefetching holds the first block back until it has all that it may prefetch.
+    """
+    whole_blocks: Any = None  # the documented value, which Ray's annotation forgets
+    taken: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue(max(1, num_rows - 1))
+    is_over = threading.Event()
+
+    def put(row: dict[str, Any] | Exception | None) -> None:
+        while not is_over.is_set():
+            try:
+                return taken.put(row, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def take() -> None:
+        try:
+            for batch in iterator.iter_batches(
+                batch_size=whole_blocks, batch_format="numpy", prefetch_batches=0
+            ):
+                for row in range(len(batch["tags"])):
+                    put({name: column[row] for name, column in batch.items()})
+                if is_over.is_set():
+                    return
+            put(None)
+        except Exception as error:
+            put(error)
+
+    threading.Thread(target=take, name="stream", daemon=True).start()
+    try:
+        while (row := taken.get()) is not None:
+            if isinstance(row, Exception):
+                raise row
+            yield row
+    finally:
+        is_over.set()

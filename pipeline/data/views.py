@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.images import (
+    SMALL_SIDE,
     Pixels,
     center_boxes,
     crop_and_resize,
     decode_stored,
     random_crop_boxes,
 )
-from pipeline.data.shards import ShardStore, StorageFault
+from pipeline.data.shards import CacheSettings, ShardStore, StorageFault
 
 PIXEL_CACHE_BYTES = 512 * 2**20
 ROWS_PER_CHUNK = 128
 MAX_READERS = 2
+
+PixelRows = npt.NDArray[np.uint8] | list[Pixels | None]
+"""Pictures of some records: [n, H, W, C], or one by one; None where one does not decode."""
 
 
 class PixelReader:
@@ -37,35 +42,44 @@ class PixelReader:
         self._is_present = np.zeros(0, bool)
         self._lock = threading.Lock()
 
-    def read(
-        self, record_ids: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.uint8] | list[Pixels | None]:
-        """The records' pixels: [n, H, W, C] if all are at hand in one shape, else one by one.
+    def read(self, record_ids: npt.NDArray[np.int64]) -> PixelRows:
+        """The records' pixels: [n, H, W, C] if they are at hand in one shape, else one by one.
 
         An entry is None if the record's bytes are right but do not decode.
 
         Raises:
             StorageFault: storage does not return the bytes that the index names.
         """
+        return self.begin(record_ids)()
+
+    def begin(self, record_ids: npt.NDArray[np.int64]) -> Callable[[], PixelRows]:
+        """Begin to `read`: an object store is asked at once; the call that is returned decodes."""
         cached = self._pixels
-        if cached is not None and self._is_present[record_ids].all():
-            return cached[record_ids]
-        missing = np.arange(len(record_ids))
-        decoded: list[Pixels | None] = [None] * len(record_ids)
+        present = np.zeros(len(record_ids), bool)
         if cached is not None:
             present = self._is_present[record_ids]
-            missing = np.flatnonzero(~present)
-            for row in np.flatnonzero(present).tolist():
-                decoded[row] = cached[record_ids[row]]
-        images = decode_stored(self.store.read(record_ids[missing]))
-        for row, image in zip(missing.tolist(), images, strict=True):
-            decoded[row] = image
-            if image is not None:
-                self._keep(int(record_ids[row]), image)
-        shapes = {None if image is None else image.shape for image in decoded}
-        if len(shapes) == 1 and None not in shapes:
-            return np.stack([image for image in decoded if image is not None])
-        return decoded
+            if present.all():
+                return lambda: cached[record_ids]
+        missing = np.flatnonzero(~present)
+        pending = self.store.begin(record_ids[missing])
+
+        def finish() -> PixelRows:
+            decoded: list[Pixels | None] = [None] * len(record_ids)
+            if cached is not None:
+                for row in np.flatnonzero(present).tolist():
+                    decoded[row] = cached[record_ids[row]]
+            images = decode_stored(pending.result())
+            for row, image in zip(missing.tolist(), images, strict=True):
+                decoded[row] = image
+                if image is not None:
+                    self._keep(int(record_ids[row]), image)
+            whole = [image for image in decoded if image is not None]
+            is_small = len(whole) == len(decoded) and len({image.shape for image in whole}) == 1
+            if is_small and max(whole[0].shape) <= SMALL_SIDE:
+                return np.stack(whole)  # small pictures are cropped many at once
+            return decoded
+
+        return finish
 
     def _keep(self, record_id: int, image: Pixels) -> None:
         if self._pixels is None:
@@ -81,16 +95,24 @@ class PixelReader:
             self._is_present[record_id] = True
 
 
-_readers: OrderedDict[tuple[str, str, int], PixelReader] = OrderedDict()
+_readers: OrderedDict[tuple[object, ...], PixelReader] = OrderedDict()
 _readers_lock = threading.Lock()
 
 
-def shared_reader(root: str, manifest_digest: str, cache_bytes: int) -> PixelReader:
-    """This process's reader of exactly this dataset; the last few are kept."""
-    key = (root, manifest_digest, cache_bytes)
+def shared_reader(
+    root: str, manifest_digest: str, cache_bytes: int, cache: CacheSettings | None = None
+) -> PixelReader:
+    """This process's reader of exactly this dataset; the last few are kept.
+
+    Args:
+        root, manifest_digest: the dataset.
+        cache_bytes: of decoded pixels in this process's memory.
+        cache: of stored bytes on this machine's disk.
+    """
+    key = (root, manifest_digest, cache_bytes, cache)
     with _readers_lock:
         if key not in _readers:
-            store = ShardStore(root)
+            store = ShardStore(root, cache=cache)
             if store.manifest.digest() != manifest_digest:
                 raise StorageFault(
                     "the dataset was prepared anew since this stream was opened: start again"
@@ -128,25 +150,50 @@ def read_views(
         images uint8 [n V, 3, S, S], the views of a record one after the other (zeros where it does
         not decode), is_decoded bool [n].
     """
-    views = np.zeros((len(record_ids), views_per_image, 3, image_size, image_size), np.uint8)
+    views = np.zeros((len(record_ids) * views_per_image, 3, image_size, image_size), np.uint8)
     is_decoded = np.zeros(len(record_ids), bool)
     for start in range(0, len(record_ids), ROWS_PER_CHUNK):
-        ids = record_ids[start : start + ROWS_PER_CHUNK]
-        pixels = reader.read(ids)
-        rows = np.array([row for row in range(len(ids)) if pixels[row] is not None], np.int64)
-        if not len(rows):
-            continue
-        images = pixels if isinstance(pixels, np.ndarray) else [p for p in pixels if p is not None]
-        heights = np.array([image.shape[0] for image in images])
-        widths = np.array([image.shape[1] for image in images])
-        for view in range(views_per_image):
-            if crop_uniforms is None:
-                boxes = center_boxes(heights, widths, crop_fraction)
-                flips = np.zeros(len(rows), bool)
-            else:
-                boxes, flips = random_crop_boxes(
-                    heights, widths, crop_uniforms[start + rows, view], crop_scale
-                )
-            views[start + rows, view] = crop_and_resize(images, boxes, flips, image_size)
-        is_decoded[start + rows] = True
-    return views.reshape(-1, 3, image_size, image_size), is_decoded
+        rows = slice(start, min(start + ROWS_PER_CHUNK, len(record_ids)))
+        is_decoded[rows] = write_views(
+            reader.read(record_ids[rows]),
+            views[rows.start * views_per_image : rows.stop * views_per_image],
+            crop_scale=crop_scale,
+            crop_uniforms=None if crop_uniforms is None else crop_uniforms[rows],
+            crop_fraction=crop_fraction,
+        )
+    return views, is_decoded
+
+
+def write_views(
+    pixels: PixelRows,
+    views: npt.NDArray[np.uint8],
+    *,
+    crop_scale: tuple[float, float] = (0.2, 1.0),
+    crop_uniforms: npt.NDArray[np.float64] | None = None,
+    crop_fraction: float = 1.0,
+) -> npt.NDArray[np.bool_]:
+    """Crop and resize pictures into `views`, uint8 [n V, 3, S, S]; see `read_views`.
+
+    Returns:
+        is_decoded bool [n]; the views of a record that does not decode are left as they are.
+    """
+    num, side = len(pixels), views.shape[-1]
+    if not num:
+        return np.zeros(0, bool)
+    views_nV = views.reshape(num, -1, 3, side, side)
+    is_decoded = np.array([image is not None for image in pixels])
+    images = pixels if isinstance(pixels, np.ndarray) else [p for p in pixels if p is not None]
+    if not len(images):
+        return is_decoded
+    heights = np.array([image.shape[0] for image in images])
+    widths = np.array([image.shape[1] for image in images])
+    rows = slice(None) if is_decoded.all() else np.flatnonzero(is_decoded)
+    for view in range(views_nV.shape[1]):
+        if crop_uniforms is None:
+            boxes = center_boxes(heights, widths, crop_fraction)
+            flips = np.zeros(len(images), bool)
+        else:
+            uniforms = crop_uniforms[rows, view]
+            boxes, flips = random_crop_boxes(heights, widths, uniforms, crop_scale)
+        views_nV[rows, view] = crop_and_resize(images, boxes, flips, side)
+    return is_decoded

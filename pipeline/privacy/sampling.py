@@ -202,6 +202,104 @@ class ShufflePlan:
         return np.sort(np.concatenate(parts)).astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardShufflePlan:
+    """The records of every step of a public phase that reads whole shards: for object stores.
+
+    A request for each record is wasteful where its price is that of megabytes. Epoch e takes the
+    shards in the order of a keyed permutation, `num_open_shards` at a time, and reads those side by
+    side: a run of `run_length` neighbours of each in turn, so that a step mixes as many places of
+    the data set as it has runs. Each shard begins at a keyed place and goes round, so that a
+    run's records are others in every epoch. Not private.
+
+    Args:
+        key: 32 bytes.
+        num_records: N.
+        batch_size: records per step.
+        records_per_shard: of every shard but the last one.
+        num_open_shards: shards that are read side by side.
+        run_length: neighbouring records that are read together.
+
+    Guarantees:
+        1. Each epoch takes every record exactly once; a batch may straddle two epochs
+           (test_shards_are_read_whole_once_an_epoch).
+        2. A pure function of (key, step): resuming needs no reader position
+           (test_shard_shuffle_is_a_pure_function).
+    """
+
+    key: bytes = field(repr=False)
+    num_records: int
+    batch_size: int
+    records_per_shard: int
+    num_open_shards: int
+    run_length: int
+    is_private: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checked_key("key", self.key)
+        _check_num_records(self.num_records)
+        for name in ("batch_size", "records_per_shard", "num_open_shards", "run_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+    @property
+    def num_shards(self) -> int:
+        """Shards, the last one perhaps shorter."""
+        return -(-self.num_records // self.records_per_shard)
+
+    def record_ids(self, step: int) -> np.ndarray:
+        """Returns the record ids of `step`, sorted: int64 [batch_size]."""
+        first = _checked_step(step) * self.batch_size
+        last = first + self.batch_size
+        parts = []
+        while first < last:
+            epoch, position = divmod(first, self.num_records)
+            start, ids = self._group_at(epoch, position)
+            taken = ids[position - start : position - start + last - first]
+            parts.append(taken)
+            first += len(taken)
+        return np.sort(np.concatenate(parts))
+
+    def _group_at(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
+        """The shards read side by side at a position of an epoch: its start, and their order."""
+        size = self.num_open_shards * self.records_per_shard
+        # Where the short last shard comes is known, so the group follows from the position.
+        missing = self.num_shards * self.records_per_shard - self.num_records
+        short = self._place_of_last(epoch) // self.num_open_shards
+        group = position // size
+        if group >= short:
+            group = max(short, (position + missing) // size)
+        start = group * size - (missing if group > short else 0)
+        places = np.arange(
+            group * self.num_open_shards, min((group + 1) * self.num_open_shards, self.num_shards)
+        )
+        shards = _permute(self.key, 2 * epoch, self.num_shards, places.astype(np.uint64))
+        return start, self._side_by_side(epoch, shards.astype(np.int64))
+
+    def _place_of_last(self, epoch: int) -> int:
+        return _place_of_last_shard(self.key, epoch, self.num_shards)
+
+    def _side_by_side(self, epoch: int, shards: np.ndarray) -> np.ndarray:
+        """Record ids of some shards, a run of each in turn."""
+        turns, ids = [], []
+        for shard in shards.tolist():
+            first = shard * self.records_per_shard
+            length = min(self.records_per_shard, self.num_records - first)
+            digest = derive(self.key, b"shard start", epoch, shard)
+            rows = (np.arange(length) + int.from_bytes(digest[:8], "big") % length) % length
+            ids.append(first + rows)
+            turns.append(np.arange(length) // self.run_length)
+        order = np.argsort(np.concatenate(turns), kind="stable")
+        return np.concatenate(ids)[order]
+
+
+@lru_cache(maxsize=4)
+def _place_of_last_shard(key: bytes, epoch: int, num_shards: int) -> int:
+    """Where an epoch's order has the last shard, which may be shorter than the others."""
+    order = _permute(key, 2 * epoch, num_shards, np.arange(num_shards, dtype=np.uint64))
+    return int(np.flatnonzero(order == num_shards - 1)[0])
+
+
 _FEISTEL_ROUNDS = 8
 
 

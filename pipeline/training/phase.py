@@ -19,8 +19,8 @@ import torch
 
 from pipeline import recipe
 from pipeline.data.manifest import split_part
-from pipeline.data.shards import ShardStore, StorageFault
-from pipeline.data.stream import DeliveryError, StreamConfig, Unit
+from pipeline.data.shards import CacheSettings, ShardStore, StorageFault
+from pipeline.data.stream import DeliveryError, Plan, StreamConfig, Unit
 from pipeline.dpsgd import UnsupportedOperationError
 from pipeline.models.mae import MaskedAutoencoder, normalise_images
 from pipeline.models.sizes import model_size
@@ -29,8 +29,6 @@ from pipeline.privacy.keys import AttemptKey
 from pipeline.privacy.ledger import Attempt, Ledger, LedgerError, LedgerHead, ReserveExhausted
 from pipeline.privacy.mechanism import BrokenPromise
 from pipeline.privacy.sampling import (
-    PoissonPlan,
-    ShufflePlan,
     checksum,
     view_uniforms,
 )
@@ -52,6 +50,7 @@ from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.metrics import PrivateLog, PublicMetrics, TensorBoardLog, two_digits
 from pipeline.training.optimizers import learning_rate
 from pipeline.training.ranks import FirstRankFailed, Ranks
+from pipeline.training.reading import public_plan
 from pipeline.training.settings import PhaseSettings
 from pipeline.training.sharding import PhaseOptimizer, open_optimizer
 
@@ -213,13 +212,13 @@ class _OpenPhase:
     def start(self, store: ShardStore, open_units: OpenUnits) -> None:
         """Draw or derive the keys, open the attempt, then the stream."""
         settings, mechanism = self.settings, self.settings.mechanism
-        self.plan: PoissonPlan | ShufflePlan
+        self.plan: Plan
         self.gradients: GradientSource
         num_records, gathers = store.num_records, not self.optimizer.is_sharded
         if mechanism is None:
             key = AttemptKey.from_bytes(_public_secret(settings))
-            self.plan = ShufflePlan(
-                key=key.sampling_key(), num_records=num_records, batch_size=settings.batch_size
+            self.plan = public_plan(
+                key.sampling_key(), store, settings.batch_size, settings.phase.reading
             )
             visibility = store.manifest.visibility
             self.gradients = PublicGradients(self.model, settings, visibility, gathers=gathers)
@@ -230,6 +229,9 @@ class _OpenPhase:
                 self.model, settings, self.plan, key, self.private_log, gathers=gathers
             )
         self.augmentation_key = key.augmentation_key()
+        resources, cache = settings.phase.resources, None
+        if resources.cache_dir is not None:
+            cache = CacheSettings(folder=resources.cache_dir, num_bytes=resources.cache_bytes)
         self.units = open_units(
             StreamConfig(
                 plan=self.plan,
@@ -246,6 +248,8 @@ class _OpenPhase:
                 augment=settings.phase.augment,
                 views_per_image=settings.phase.views_per_image,
                 is_constant=settings.phase.constant_microbatches,
+                prefetch_units=resources.prefetch_units,
+                cache=cache,
             )
         )
 

@@ -20,6 +20,9 @@ from pipeline.data.shards import (
     build_shard,
     stored_digest,
 )
+from pipeline.data.shards import store as store_module
+from pipeline.data.shards.index import MappedTable
+from pipeline.data.shards.store import Rows
 from pipeline.storage import Location
 
 
@@ -92,7 +95,7 @@ def test_check_files_names_what_is_damaged(
     """Sizes are compared always, contents where they are few bytes."""
     import shutil
 
-    monkeypatch.setattr(shards, "MAX_CHECKED_BYTES", num_bytes)
+    monkeypatch.setattr(store_module, "MAX_CHECKED_BYTES", num_bytes)
     shutil.copytree(private_store.root.local_path, tmp_path / "copy")
     ShardStore(str(tmp_path / "copy")).check_files()
     path = tmp_path / "copy" / ("index.arrow" if how == "index" else "000001.tar")
@@ -126,7 +129,7 @@ def test_index_needs_at_most_40_bytes_a_record_in_whole_batches(tmp_path, rng) -
     path = tmp_path / INDEX_NAME
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
     assert path.stat().st_size <= 40 * num
-    table = shards._MappedTable(path, digest, num)
+    table = MappedTable(path, digest, num)
     rows = np.array([num - 1, 0, ROWS_PER_BATCH, ROWS_PER_BATCH - 1, 12])
     for name in ("shard", "length", "offset", "label"):
         assert (table.take(name, rows) == columns[name][rows]).all()
@@ -172,7 +175,7 @@ def test_object_store_reads_join_neighbours(tmp_path, monkeypatch) -> None:
     """Large records in one shard: their headers between them are under 5 %, so one request."""
     contents = [bytes([i]) * 40_000 for i in range(20)]
     tar, offsets = build_shard(0, contents, [-1] * 20)
-    rows = shards._Rows(
+    rows = Rows(
         np.zeros(20, np.uint32),
         np.full(20, 40_000, np.uint32),
         offsets,
@@ -180,5 +183,5 @@ def test_object_store_reads_join_neighbours(tmp_path, monkeypatch) -> None:
         np.zeros((20, 16), np.uint8),
     )
     monkeypatch.setattr(Location, "is_local", property(lambda self: False))
-    groups = list(ShardStore("/nowhere")._ranges(rows, np.arange(20)))
+    groups = list(ShardStore("/nowhere").groups(rows, np.arange(20)))
     assert len(groups) == 1 and len(tar) > 800_000

@@ -99,9 +99,9 @@ def test_views_without_augmentation_are_equal(private_store: ShardStore) -> None
 
 def test_records_are_decoded_once_for_all_views(private_store: ShardStore, monkeypatch) -> None:
     read: list[int] = []
-    decode = PixelReader.read
+    begin = PixelReader.begin
     monkeypatch.setattr(
-        PixelReader, "read", lambda self, ids: (read.append(len(ids)), decode(self, ids))[1]
+        PixelReader, "begin", lambda self, ids: (read.append(len(ids)), begin(self, ids))[1]
     )
     units = list(thread_pool_units(config_of(private_store, views_per_image=5)))
     assert sum(read) == sum((unit.record_ids >= 0).sum() for unit in units)
@@ -151,7 +151,7 @@ def test_reading_ahead_is_bounded(private_store: ShardStore, monkeypatch) -> Non
         return record_ids(self, step)
 
     monkeypatch.setattr(PoissonPlan, "record_ids", counting)
-    units = thread_pool_units(config_of(private_store, num_steps=10**9), prefetch_units=3)
+    units = thread_pool_units(config_of(private_store, num_steps=10**9, prefetch_units=3))
     next(units)
     assert max(asked) <= 3
     units.close()
