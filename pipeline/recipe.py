@@ -254,7 +254,7 @@ class Resources(_Strict):
 
     compile: bool = False
     """Compile the step with torch.compile, for GPUs; the first steps of a phase then take minutes.
-    On a CPU it gains nothing (`benchmarks/step.py --methods ours ours_compiled`)."""
+    Whether it gains: `benchmarks/step.py --methods ours ours_compiled`."""
 
     @model_validator(mode="after")
     def _check(self) -> Resources:
