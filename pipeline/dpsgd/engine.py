@@ -108,7 +108,8 @@ class ClippedGradientSum:
             many times the room of what they are made from; infinity: speed alone decides.
         two_backwards: find the norms in a first backward that keeps nothing, and the sum in a
             second one over the same graph. With activation checkpointing, memory is then that of a
-            checkpointed plain step; without, it saves little. "auto" means "ghost" with it.
+            checkpointed plain step; without, it saves little. "auto" means "ghost" with it. Norms
+            are taken again in the second, and compared, which waits for the device.
         checks_independence: before the gradients of a model are first used, run one more backward
             and refuse the model if the loss of one image reaches another image's activations.
 
@@ -267,11 +268,13 @@ class ClippedGradientSum:
         ones_M = is_wanted_M.to(losses_M.dtype)
         squares: dict[int, Squares] = {}
         kept: dict[int, PerImageGradients] = {}
+        versions: dict[int, list[int]] = {}
 
         def measure(place: int, gradients: PerImageGradients) -> None:
             squares[place] = gradients.squared_norms()
             if not self.two_backwards:
                 kept[place] = gradients
+                versions[place] = [each._version for each in gradients.tensors()]
 
         tape.begin_backward(measure)
         replay = _replay_of_random_numbers(self.flat_sum.device) if self.two_backwards else None
@@ -284,18 +287,29 @@ class ClippedGradientSum:
                 for factors_M in facts.block_factors_MK.unbind(1)
             ]
 
+        again: dict[int, Squares] = {}
+
         def add(place: int, gradients: PerImageGradients) -> None:
             if place not in squares:
                 raise UnsupportedOperationError(
                     f"parameter {tape.names([place])} got a gradient in the second backward alone: "
                     "its norm is unknown. Use two_backwards=False"
                 )
+            if self.two_backwards:
+                again[place] = gradients.squared_norms()
             total_P = self.sum_of(place) if capture is None else capture.sum_for(place, self)
             with torch.no_grad():
                 gradients.add_weighted_sum(weights_of[self._block_of[place]], total_P)
 
         if weights_of[0].keeps_none:
             return facts
+        for place, gradients in kept.items():
+            if versions[place] != [each._version for each in gradients.tensors()]:
+                raise UnsupportedOperationError(
+                    f"what the gradient of parameter {tape.names([place])} is made of was changed "
+                    "in place after its norm was taken: a hook or a backward of the model changes "
+                    "the gradient that it is given; let it return a new tensor"
+                )
         if capture is not None:
             capture.materials = [each for made in kept.values() for each in made.tensors()]
         if replay is not None:
@@ -305,6 +319,7 @@ class ClippedGradientSum:
         with torch.no_grad(), exact_products():
             if replay is not None:
                 tape.finish()
+                self._require_same(facts, again, losses_M.detach(), weights_M, is_wanted_M)
             for place in list(kept):
                 add(place, kept.pop(place))  # and let it go
         return facts
@@ -369,6 +384,19 @@ class ClippedGradientSum:
             block_factors_MK=factors_MK,
         )
         return facts, is_kept_M
+
+    def _require_same(self, facts: PerImage, again: Mapping[int, Squares], *more: Tensor) -> None:
+        """What the second backward added was no longer than what the first one measured."""
+        now_MK = self._factors(again, *more)[0].block_norms_MK
+        is_longer_MK = ~(now_MK <= facts.block_norms_MK * (1 + (1 - MARGIN) / 2))
+        if bool((is_longer_MK & (facts.block_factors_MK > 0)).any()):
+            self.flat_sum.zero_()
+            raise UnsupportedOperationError(
+                "the second backward gave other gradients than the first, so their norms are "
+                "unknown: the model or a checkpointed segment draws random numbers that are not "
+                "torch's, or keeps a state in its backward. The whole sum was set to 0. Use "
+                "two_backwards=False (activation_checkpointing: false)"
+            )
 
     def sum_of(self, place: int) -> Tensor:
         """The part of the sum that is the parameter's at this place of the layout, flat."""

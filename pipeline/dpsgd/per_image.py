@@ -249,7 +249,9 @@ class FormedGradients(PerImageGradients):
         factors_M = weights.select(weights.factors_M)
         width = values_MP.shape[1]
         if values_MP.device.type == "cpu" and values_MP.dtype != total_P.dtype:
-            width = max(1, CAST_NUMBERS // len(values_MP))  # so that casts stay in the cache
+            width = max(
+                1, CAST_NUMBERS // max(1, len(values_MP))
+            )  # so that casts stay in the cache
         for total, values in zip(total_P.split(width), values_MP.split(width, dim=1), strict=True):
             total.addmv_(values.to(total.dtype).t(), factors_M)
 

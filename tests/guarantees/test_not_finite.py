@@ -91,12 +91,10 @@ def test_selected_out_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way taken on devices, where the host may not wait: zeros in place of gathered rows."""
     from pipeline.dpsgd import per_image as forms
 
-    def without_gathering(factors_M: Tensor, is_kept_M: Tensor) -> forms.ImageWeights:
-        return SelectsByZeros(factors_M=factors_M, is_kept_M=is_kept_M, kept_images=None)
+    as_it_is = forms.ImageWeights.of
 
-    class SelectsByZeros(forms.ImageWeights):
-        def select(self, values: Tensor) -> Tensor:
-            return self.zeroed(values)
+    def without_gathering(factors_M: Tensor, is_kept_M: Tensor, **_: bool) -> forms.ImageWeights:
+        return as_it_is(factors_M, is_kept_M, gathers=False)
 
     model, inputs = small_mae(), batch(5)
     inputs[0][2] = math.nan
@@ -107,3 +105,17 @@ def test_selected_out_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.zero_()
     engine.accumulate(losses_of(model, inputs))
     torch.testing.assert_close(engine.flat_sum, gathered, rtol=1e-12, atol=1e-15)
+
+
+def test_a_piece_of_padding_alone_in_bfloat16() -> None:
+    """Gradients of large matrices are kept in pieces; all images of one may be left out."""
+    model = nn.Linear(2100, 2100, bias=False)  # one image a piece
+    engine = ClippedGradientSum(model, FlatClipping(1.0), mode="direct")
+    inputs = torch.randn(2, 2, 2100)
+
+    def losses() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(inputs).float().square().mean(dim=(1, 2))
+
+    engine.accumulate(losses, torch.tensor([1.0, 0.0]))
+    assert 0 < engine.flat_sum.double().norm().item() <= 1.0

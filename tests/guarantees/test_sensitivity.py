@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from dpsgd_small_mae import batch, losses_of, small_mae
@@ -22,6 +23,7 @@ from pipeline.dpsgd import (
     Clipping,
     FlatClipping,
     GlobalClipping,
+    UnsupportedOperationError,
 )
 
 PRECISIONS = ("fp32", "low_products", "bf16")
@@ -223,3 +225,52 @@ def test_both_backwards_drop_the_same() -> None:
         engine.zero_()
         engine.accumulate(lambda: model(torch.randn(1, 6)))
         assert 0.99e-3 < engine.flat_sum.double().norm().item() <= 1e-3
+
+
+def test_a_gradient_that_is_changed_after_it_was_measured_is_refused() -> None:
+    """A residual branch and the layer beside it are handed the same gradient tensor."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]).double()
+    engine = ClippedGradientSum(layers, FlatClipping(1.0), checks_independence=False)
+
+    def losses() -> Tensor:
+        beside = layers[0](torch.ones(1, 4).double())
+        beside.register_hook(lambda gradient: gradient.mul_(1000))
+        return (layers[1](torch.ones(1, 4).double()) + beside).square().sum(dim=1)
+
+    try:
+        engine.accumulate(losses)
+    except UnsupportedOperationError as error:
+        assert "changed in place" in str(error)
+        assert engine.flat_sum.count_nonzero() == 0
+    else:  # the order of the branches is autograd's: changed before it was measured
+        assert engine.flat_sum.norm().item() <= 1.0
+
+
+@pytest.mark.parametrize("kind", ["numpy", "state"])
+def test_a_second_backward_that_differs_is_refused(kind: str) -> None:
+    """What it adds has norms that nobody has measured."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]).double()
+    engine = ClippedGradientSum(
+        layers, FlatClipping(1e-3), two_backwards=True, checks_independence=False
+    )
+    generator, backwards = np.random.default_rng(0), []
+
+    def segment(rows: Tensor) -> Tensor:
+        hidden = layers[0](rows)
+        if kind == "numpy":
+            hidden = hidden * torch.from_numpy(generator.integers(0, 9, hidden.shape))
+        else:
+            hidden.register_hook(lambda each: backwards.append(1) or each * 10.0 ** len(backwards))
+        return layers[1](hidden.sin())
+
+    def losses() -> Tensor:
+        rows = torch.ones(2, 6).double()
+        checkpoint = torch.utils.checkpoint.checkpoint
+        return checkpoint(segment, rows, use_reentrant=False).square().sum(dim=1)
+
+    with pytest.raises(UnsupportedOperationError, match="other gradients than the first"):
+        for _ in range(20):
+            engine.accumulate(losses)
+    assert engine.flat_sum.count_nonzero() == 0
