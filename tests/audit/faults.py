@@ -235,13 +235,13 @@ def pictures_as(change: Callable[[stream.Unit], None]) -> Fault:
     """What is done to the pictures of a unit once they are read."""
 
     def plant(patch: Patch) -> None:
-        fill = stream._UnitBuilder.fill
+        fill = stream._UnitBuilder._fill
 
-        def filled(self: stream._UnitBuilder, reader: Any, chunk: slice) -> None:
-            fill(self, reader, chunk)
+        def filled(self: stream._UnitBuilder, reader: Any, chunk: slice, pixels: Any) -> None:
+            fill(self, reader, chunk, pixels)
             change(self.unit)
 
-        patch.setattr(stream._UnitBuilder, "fill", filled)
+        patch.setattr(stream._UnitBuilder, "_fill", filled)
 
     return plant
 

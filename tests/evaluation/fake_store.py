@@ -31,6 +31,9 @@ class FakeStore:
     def read(self, record_ids) -> list[bytes]:
         return [self.contents[i] for i in record_ids]
 
+    def begin(self, record_ids) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: self.read(record_ids))
+
     def labels(self, record_ids) -> np.ndarray:
         return self.known_labels[np.asarray(record_ids)]
 
