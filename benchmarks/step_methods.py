@@ -129,14 +129,15 @@ def plain(work: Workload, *, is_bf16: bool = False, is_compiled: bool = False) -
 def ours(
     work: Workload, *, mode: str = "auto", is_bf16: bool = False, is_compiled: bool = False
 ) -> Step:
-    """`ClippedGradientSum`, from an empty sum."""
+    """`ClippedGradientSum`, from an empty sum. The first step proves besides that images are
+    independent, which a logical batch does once at most; `whole_ours` has all of it."""
     clipping = FlatClipping(work.max_grad_norm)
     clipped = ClippedGradientSum(work.model, clipping, mode=mode)
     losses = partial(work.losses, work.model, is_bf16=is_bf16)
     compiled = CompiledGradientSum(clipped, lambda *batch: losses(batch)) if is_compiled else None
 
     def step() -> Mapping[str, Tensor]:
-        clipped.zero_()
+        clipped.flat_sum.zero_()
         if compiled is not None:
             compiled.accumulate(work.batch)
         else:

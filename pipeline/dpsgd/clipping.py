@@ -39,9 +39,14 @@ class Clipping(Protocol):
         ...
 
 
+SMALLEST = 1e-9
+"""Squares of numbers under 1e-19 are 0 in fp32, so a norm may be too small by 1e-19 times the
+square root of the number of parameters: far within the margin of a bound not under this."""
+
+
 def _check_positive(field: str, value: float, *, may_be_infinite: bool = False) -> None:
-    if math.isnan(value) or value <= 0 or (math.isinf(value) and not may_be_infinite):
-        allowed = "greater than 0" + ("" if may_be_infinite else " and finite")
+    if math.isnan(value) or value < SMALLEST or (math.isinf(value) and not may_be_infinite):
+        allowed = f"at least {SMALLEST}" + ("" if may_be_infinite else " and finite")
         raise ValueError(f"{field} must be {allowed}, not {value}")
 
 

@@ -34,10 +34,11 @@ class CompiledGradientSum:
             compiled.accumulate((images,), weights)        # adds to clipped.flat_sum
 
     Microbatches of a new shape, dtype, mode of the model or autocast are computed by `clipped`
-    itself until the independence of their images is proven, then recorded and compiled, which takes
-    minutes for a large model; so give microbatches of one size. As in a CUDA graph, Python values
-    that the losses use are those of the recording. Products of fp32 matrices are done in fp32, the
-    model's own too, whatever the user allows (TF32): bf16 autocast is the fast way.
+    itself until the independence of their images is proven (and where `zero_` has it proven again),
+    then recorded and compiled, which takes minutes for a large model; so give microbatches of one
+    size. As in a CUDA graph, Python values that the losses use are those of the recording. Products
+    of fp32 matrices are done in fp32, the model's own too, whatever the user allows (TF32): bf16
+    autocast is the fast way.
 
     Args:
         clipped: what it adds to; without `two_backwards`.
@@ -86,11 +87,12 @@ class CompiledGradientSum:
         constants = self._constants()
         key = self._key((*inputs, *constants))
         step = self._steps.get(key)
-        if step is None:
-            recorded = self._recorded(inputs, constants)  # what is refused is refused before
+        if step is None or not self._clipped.has_proven_all:
+            if step is None:
+                step = self._recorded(inputs, constants)  # what is refused is refused before
             facts = self._clipped.accumulate(lambda: self._losses(*inputs), weights)
             if self._clipped.has_proven_all:
-                self._steps[key] = recorded
+                self._steps[key] = step
             return facts
         weights_M = self._clipped.checked_weights(
             torch.empty(step.num_images, dtype=step.dtype, device=step.device), weights

@@ -95,7 +95,8 @@ class ClippedGradientSum:
     Nothing has to be wrapped, hooked or replaced in the model, and `.grad` is not touched.
 
     Args:
-        model: a module, or (name, parameter) pairs. Parameters without requires_grad are constants.
+        model: a module, or (name, parameter) pairs. Parameters without requires_grad are constants;
+            one with it that the forward uses and that is not given is refused.
         clipping: from norms to factors; states the sensitivity of the sum.
         blocks: the parameters that are clipped together (`blocks.py`); all of them where not given.
             With K blocks each is clipped by `clipping.of_blocks(K)`: the sensitivity is the same.
@@ -111,7 +112,8 @@ class ClippedGradientSum:
             checkpointed plain step; without, it saves little. "auto" means "ghost" with it. Norms
             are taken again in the second, and compared, which waits for the device.
         checks_independence: before the gradients of a model are first used, run one more backward
-            and refuse the model if the loss of one image reaches another image's activations.
+            and refuse the model if the loss of one image reaches another image's activations. Done
+            again in logical batches 2, 4, 8, ...: a coupling may begin in training.
 
     Raises:
         ValueError: no trainable parameter; mixed dtypes or devices; an unknown mode; blocks that
@@ -156,6 +158,7 @@ class ClippedGradientSum:
         self.two_backwards = two_backwards
         self._costs = NormCosts(mode=mode, flops_per_byte=flops_per_byte, room=room)
         self._independence = IndependenceCheck() if checks_independence else None
+        self._num_batches = 0
         first = self.parameters[0]
         self.flat_sum = torch.zeros(
             self.layout.num_coordinates,
@@ -166,6 +169,9 @@ class ClippedGradientSum:
     def zero_(self) -> None:
         """Start the next logical batch."""
         self.flat_sum.zero_()
+        self._num_batches += 1
+        if self._independence is not None and self._num_batches.bit_count() == 1:  # 2^n
+            self._independence.begin_again()
 
     def accumulate(
         self, loss_per_image: Callable[[], Tensor], weights: Tensor | None = None
@@ -247,7 +253,7 @@ class ClippedGradientSum:
                 weights_M = self.checked_weights(losses_M, weights)
             else:
                 weights_M = weights
-            state.check_unchanged()
+            state.check_unchanged(trace.written, trace.is_constant)
             tape.expect_images(len(losses_M))
             is_wanted_M = torch.isfinite(losses_M.detach()) & (weights_M > 0) & (weights_M <= 1)
             with torch.autocast(device, enabled=False):
@@ -281,6 +287,8 @@ class ClippedGradientSum:
         _backward(trace, losses_M, ones_M, keeps_graph=self.two_backwards)
         with torch.no_grad(), exact_products():
             tape.finish()
+            if self._independence is not None and capture is None:
+                self._independence.check_repeated(tape, is_wanted_M)
             facts, is_kept_M = self._factors(squares, losses_M.detach(), weights_M, is_wanted_M)
             weights_of = [
                 ImageWeights.of(factors_M, is_kept_M, gathers=capture is None)

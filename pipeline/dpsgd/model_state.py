@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from pipeline.dpsgd.tape import UnsupportedOperationError
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, buffers, modules, hooks."""
 
 
 class ModelState:
@@ -18,6 +22,8 @@ class ModelState:
     Guarantees:
         1. A buffer or frozen parameter that a forward changes or replaces is found: it would carry
            the images out past the noise (tests/guarantees/test_fails_closed.py).
+        2. So is a tensor made of images that a forward leaves in an attribute. What it leaves in
+           plain numbers, or outside the model, cannot be seen.
     """
 
     def __init__(self, model: nn.Module | list[tuple[str, Tensor]]) -> None:
@@ -32,6 +38,7 @@ class ModelState:
             seen.add(id(tensor))
             (self.trained if tensor.requires_grad else self.constants).append(tensor)
         self._versions = [tensor._version for tensor in self.constants]
+        self._kept_before = {id(each): each._version for _, _, each in self._kept()}
 
     def _members(self) -> list[tuple[nn.Module | None, str, Tensor | None]]:
         """Every tensor, with the module that holds it; one pass, for it is made for every batch."""
@@ -44,6 +51,21 @@ class ModelState:
             for name, tensor in members.items()
         ]
 
+    def _kept(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Every tensor in a plain attribute of a module, or in a list or mapping there."""
+        if not isinstance(self._model, nn.Module):
+            return
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if name in _OF_TORCH:
+                    continue
+                if isinstance(value, Tensor):
+                    yield type(module).__name__, name, value
+                elif isinstance(value, list | tuple | dict | deque):
+                    for each in value.values() if isinstance(value, dict) else value:
+                        if isinstance(each, Tensor):
+                            yield type(module).__name__, name, each
+
     def check_trained(self, expected: Sequence[Tensor]) -> None:
         """Raise unless exactly these parameters are trainable."""
         if [id(each) for each in self.trained] != [id(each) for each in expected]:
@@ -52,23 +74,38 @@ class ModelState:
                 "ClippedGradientSum after freezing, unfreezing or replacing parameters"
             )
 
-    def check_unchanged(self) -> None:
-        """Raise where the forward changed or replaced what it was to leave alone."""
+    def check_unchanged(
+        self, written: Sequence[Tensor], is_constant: Callable[[Tensor], bool]
+    ) -> None:
+        """Raise where the forward changed or replaced what it was to leave alone.
+
+        Args:
+            written: parameters and buffers that it was seen to write to.
+            is_constant: whether no image went into a tensor of this forward.
+        """
         changed = [
             tensor
             for tensor, version in zip(self.constants, self._versions, strict=True)
             if tensor._version != version
-        ]
+        ] + list(written)
         after = self._members()
         replaced = len(after) != len(self._before) or any(
             now[2] is not then[2] for now, then in zip(after, self._before, strict=True)
         )
         if changed or replaced:
             raise UnsupportedOperationError(
-                f"the forward changed {self._name_of(changed, after)}, a buffer or frozen "
-                "parameter: what it keeps of the images would be published without noise. Keep no "
-                "running statistics while training privately"
+                f"the forward changed {self._name_of(changed, after)}, a buffer or parameter: what "
+                "it keeps of the images would be published without noise. Keep no running "
+                "statistics while training privately"
             )
+
+        for owner, name, tensor in self._kept():
+            version = self._kept_before.get(id(tensor))
+            if version != tensor._version and not (version is None and is_constant(tensor)):
+                raise UnsupportedOperationError(
+                    f"the forward keeps a tensor made of the images in attribute {name!r} of a "
+                    f"{owner}: the next microbatch could use it. Return it, or keep nothing"
+                )
 
     def _name_of(
         self,

@@ -94,11 +94,18 @@ class Site:
 
 
 class Arrival(NamedTuple):
-    """What came to a site while half of the losses, the sinks, had gradient 0."""
+    """What came to a site while half of the losses, the sinks, had gradient 0.
+
+    Args:
+        site: the site.
+        reaches_sources, reaches_sinks: whether a number other than 0 came to their rows, scalars.
+        squares_M: of the gradient in each image's rows, summed; 0 for the sinks.
+    """
 
     site: Site
     reaches_sources: Tensor
     reaches_sinks: Tensor
+    squares_M: Tensor
 
 
 class Stage(Enum):
@@ -130,6 +137,7 @@ class Tape:
     _pending: dict[Target, list[PerImageGradients]] = field(default_factory=dict)
     _collect: Collect | None = None
     arrivals: list[Arrival] = field(default_factory=list)
+    repeated: dict[int, Tensor] = field(default_factory=dict)
     silent_places: frozenset[int] = frozenset()
     _is_sink_M: Tensor | None = None
     _exact: Callable[[], AbstractContextManager[None]] = exact_products
@@ -215,6 +223,7 @@ class Tape:
                     site=site,
                     reaches_sources=(is_reached_M & ~self._is_sink_M).any(),
                     reaches_sinks=(is_reached_M & self._is_sink_M).any(),
+                    squares_M=_squares(rows_MR),
                 )
             )
         elif self.stage is Stage.BACKWARD:
@@ -224,6 +233,8 @@ class Tape:
                     "for the first time, after the independence of the images was checked without "
                     "it; nothing was added. It is checked at the next microbatch"
                 )
+            if self.arrivals and site.place not in self.repeated:
+                self.repeated[site.place] = _squares(gradient.reshape(self.num_images, -1))
             with self._exact():
                 for target, gradients in site.contribute(gradient, saved, self.num_images):
                     self._take(target, gradients)
@@ -255,7 +266,7 @@ class Tape:
 
     def let_go(self) -> None:
         """Forget everything, so that nothing keeps the step's activations alive."""
-        for held in (self.sites, self.arrivals, self._num_uses, self._pending):
+        for held in (self.sites, self.arrivals, self.repeated, self._num_uses, self._pending):
             held.clear()
         self._collect = None
 
@@ -282,3 +293,10 @@ class Tape:
             if found:
                 gradients = FormedGradients(values=torch.cat(found))
                 self._pending.setdefault(place, []).append(gradients)
+
+
+def _squares(rows_MR: Tensor) -> Tensor:
+    """The squared length of every row, [M]."""
+    return torch.linalg.vector_norm(
+        rows_MR, dim=1, dtype=torch.promote_types(rows_MR.dtype, torch.float32)
+    ).square()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -93,8 +93,15 @@ class ParameterTrace(TorchFunctionMode):
         self._places = {id(parameter): place for place, parameter in enumerate(tape.parameters)}
         self._computed: dict[int, ComputedTensor] = {}
         self._constants = {id(constant): constant for constant in constants}
+        self._state = [*tape.parameters, *self._constants.values()]
+        self._storages: dict[int, Tensor] = {}
+        self.written: list[Tensor] = []
 
     # -- what a tensor is --------------------------------------------------------------------------
+
+    def is_constant(self, value: object) -> bool:
+        """Whether no image went into this tensor: it is a constant, or made of parameters."""
+        return id(value) in self._constants or self.is_trained(value)
 
     def is_trained(self, value: object) -> bool:
         """Whether this is a trainable parameter or computed from some."""
@@ -130,8 +137,14 @@ class ParameterTrace(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Forget every tensor that was seen."""
-        self._computed.clear()
-        self._constants.clear()
+        for held in (
+            self._computed,
+            self._constants,
+            self._state,
+            self._storages,
+            self.written,
+        ):
+            held.clear()
 
     # -- every torch call --------------------------------------------------------------------------
 
@@ -151,7 +164,10 @@ class ParameterTrace(TorchFunctionMode):
                 trained.append(value)
             elif id(value) not in self._constants:
                 has_images = True
+                if isinstance(value, nn.Parameter) and value.requires_grad:
+                    raise self._refuse_stranger(func, value)
         name = getattr(func, "__name__", "")
+        self._note_what_is_written(name, args, kwargs)
         if not trained:
             return self._plain(func, name, args, kwargs, has_images)
         if args and self.is_trained(args[0]) and _is_in_place(name):
@@ -174,6 +190,28 @@ class ParameterTrace(TorchFunctionMode):
                 "cat, stack, scaled_dot_product_attention), or freeze the parameter",
             )
         return rule(self, func, *args, **kwargs)
+
+    def _refuse_stranger(
+        self, func: Callable[..., Any], parameter: Tensor
+    ) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            f"{name_of(func)} uses a trainable parameter of shape {tuple(parameter.shape)} that is "
+            "not among this engine's: its .grad would be a gradient without clipping or noise. "
+            "Freeze it (requires_grad_(False)), or give it to the engine"
+        )
+
+    def _note_what_is_written(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Remember which parameter or buffer a call writes to, by whatever view (`.data`)."""
+        places = [*args[:1]] if _is_in_place(name) else []
+        places = [each for each in tensors_in((*places, kwargs.get("out"))) if each.numel()]
+        if not places:
+            return
+        if not self._storages:
+            self._storages = {_storage_of(each): each for each in self._state if each.numel()}
+        found = [self._storages.get(_storage_of(each)) for each in places]
+        self.written += [each for each in found if each is not None]
 
     def _plain(
         self,
@@ -235,6 +273,10 @@ class ParameterTrace(TorchFunctionMode):
         return ComputedTensor(
             value=value, parameters=tuple(places), source=origin, relation=relation
         )
+
+
+def _storage_of(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def _is_in_place(name: str) -> bool:

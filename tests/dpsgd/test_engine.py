@@ -121,8 +121,10 @@ def test_partly_frozen_models(trained: str) -> None:
 
 
 def test_from_named_parameters_alone() -> None:
-    """Parameters that are not given are ordinary constants with a gradient of their own."""
+    """Parameters that are not given must be frozen, and are constants."""
     model, images = transformer(), images_of(3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
     pairs = [(name, each) for name, each in model.named_parameters() if "mlp" in name]
     engine = ClippedGradientSum(pairs, FlatClipping(0.5))
     engine.accumulate(losses_of(model, images))
@@ -137,14 +139,17 @@ def test_activation_checkpointing_is_exact(segment: str, mode: str, two_backward
     layer_scale = None if segment == "ends in a linear layer" else 0.5
     model, images = transformer(init_values=layer_scale), images_of(4)
     if segment == "with reuse":  # block 0 again, in a segment of its own
-        inner = model.norm
 
         class Again(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model.norm
+
             def forward(self, tokens: Tensor) -> Tensor:
                 again = torch.utils.checkpoint.checkpoint(
                     model.blocks[0], tokens + model.pos_embed, use_reentrant=False
                 )
-                return inner(again)
+                return self.inner(again)
 
         model.norm = Again()
     plain = ClippedGradientSum(model, FlatClipping(1.0), mode=mode)

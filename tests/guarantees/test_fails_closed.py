@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.vector = nn.Parameter(torch.rand(6) + 0.5)
         self.inside = nn.Sequential(nn.ModuleList([nn.Linear(6, 6)])[0], nn.LayerNorm(6))
         self.register_buffer("statistics", torch.zeros(6))
+        self.queue = [torch.zeros(6, dtype=torch.float64)]
         self.double()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -77,6 +78,38 @@ def in_place(model: Model, tokens: Tensor) -> Tensor:
     return tokens * model.vector
 
 
+def behind_data(model: Model, tokens: Tensor) -> Tensor:
+    outputs = model.inside(tokens)
+    model.statistics.data.add_(outputs.detach().mean((0, 1)))
+    return outputs
+
+
+def parameter_behind_data(model: Model, tokens: Tensor) -> Tensor:
+    outputs = tokens * model.vector
+    model.vector.data[0] = outputs.detach().mean()
+    return outputs
+
+
+def written_as_out(model: Model, tokens: Tensor) -> Tensor:
+    torch.mean(tokens, (0, 1), out=model.statistics.data)
+    return model.inside(tokens)
+
+
+def remembers(model: Model, tokens: Tensor) -> Tensor:
+    model.last = tokens.mean((0, 1))
+    return model.inside(tokens)
+
+
+def remembers_in_a_list(model: Model, tokens: Tensor) -> Tensor:
+    model.queue[0] = model.queue[0] + tokens.mean((0, 1))
+    return model.inside(tokens)
+
+
+def remembers_in_place(model: Model, tokens: Tensor) -> Tensor:
+    model.queue[0].add_(tokens.mean((0, 1)))
+    return model.inside(tokens)
+
+
 def scripted(model: Model, tokens: Tensor) -> Tensor:
     return model.inside(tokens) * model.scripted(tokens)
 
@@ -105,6 +138,12 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
     "in place": (in_place, "mul_ with trainable parameter 'vector': it changes the parameter"),
     "running statistics": (ema, "'statistics'"),
     "replaced buffer": (replaced_buffer, "'statistics'"),
+    "buffer behind .data": (behind_data, "changed 'statistics'"),
+    "parameter behind .data": (parameter_behind_data, "changed 'vector'"),
+    "buffer as out": (written_as_out, "changed 'statistics'"),
+    "attribute": (remembers, "attribute 'last' of a Model"),
+    "list": (remembers_in_a_list, "attribute 'queue' of a Model"),
+    "list in place": (remembers_in_place, "attribute 'queue' of a Model"),
     "batch norm": (
         lambda m, x: F.batch_norm(m.inside(x).transpose(1, 2), None, None, training=True),
         "batch_norm.*eval",
@@ -158,6 +197,28 @@ def test_a_scripted_module_is_refused() -> None:
     assert engine.flat_sum.count_nonzero() == 0
 
 
+def test_a_trainable_parameter_of_another_model_is_refused() -> None:
+    """The backward would leave its gradient, without clipping or noise, in `.grad`."""
+    model, other = Model(ACCEPTED["nested containers"]), nn.Linear(6, 6).double()
+    tokens = torch.randn(3, 4, 6, dtype=torch.float64)
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    with pytest.raises(
+        UnsupportedOperationError, match=r"linear uses .* shape \(6, 6\) that is not"
+    ):
+        engine.accumulate(lambda: model(other(tokens)))
+    assert other.weight.grad is None and engine.flat_sum.count_nonzero() == 0
+    other.requires_grad_(False)
+    engine.accumulate(lambda: model(other(tokens)))
+    assert engine.flat_sum.count_nonzero() > 0
+
+
+def cached(model: Model, tokens: Tensor) -> Tensor:
+    """Constants that are made once, as position tables are."""
+    if not hasattr(model, "angles"):
+        model.angles = torch.arange(6, dtype=torch.float64).sin()
+    return model.inside(tokens) * model.angles
+
+
 ACCEPTED: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "nested containers": lambda m, x: m.inside(x),
     "raw parameter": lambda m, x: (x @ m.weight.T).relu() * m.vector + m.weight[2],
@@ -165,6 +226,7 @@ ACCEPTED: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "plain number of a parameter": lambda m, x: x * m.vector * float(m.vector.detach().sum()),
     "no gradient": lambda m, x: m.inside(x) + m.weight.detach()[0],
     "penalty": lambda m, x: m.inside(x) + m.weight.square().mean(),
+    "cached constants": cached,
     "in-place sum": lambda m, x: m.inside(x).mul_(2.0).add_(m.vector),
     "where": lambda m, x: torch.where(x > 0, m.inside(x), m.vector),
     "chosen per image": lambda m, x: x + m.weight[(x[:, :, 0] > 0).long()],

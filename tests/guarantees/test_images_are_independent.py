@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -188,3 +190,107 @@ def test_proven_once_is_checked_no_more() -> None:
     for expected in (2, 3, 4):
         engine.accumulate(losses_of(model, (images, *inputs[1:])))
         assert num_backwards == expected
+
+
+class Gated(nn.Module):
+    """Adds what the images have in common, through a gate that is closed at first (ReZero)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.inner(tokens)
+        return (hidden + self.gate.detach() * hidden.mean(0)).square().mean((1, 2))
+
+
+def test_a_coupling_that_begins_in_training_is_found() -> None:
+    """Proven with the first microbatch; asked again in logical batches 2, 4, 8, ..."""
+    model = Gated()
+    engine = ClippedGradientSum(model, FlatClipping(1.0))
+    tokens = torch.randn(4, 3, 6)
+    for _ in range(3):  # batches 1, 2, 3: the gate is closed
+        engine.zero_()
+        engine.accumulate(lambda: model(tokens))
+        assert engine.flat_sum.count_nonzero() > 0
+    model.gate.data.fill_(0.5)
+    engine.zero_()
+    with pytest.raises(UnsupportedOperationError, match="couples the images"):
+        engine.accumulate(lambda: model(tokens))
+    assert engine.flat_sum.count_nonzero() == 0
+
+
+def test_a_microbatch_of_another_size_is_checked_too() -> None:
+    linear = nn.Linear(6, 6)
+
+    def losses(tokens: Tensor) -> Tensor:
+        hidden = linear(tokens)
+        if len(tokens) > 4:  # a fast path for large batches
+            hidden = hidden - hidden.mean(0)
+        return hidden.square().mean((1, 2))
+
+    engine = ClippedGradientSum(linear, FlatClipping(1.0))
+    engine.accumulate(lambda: losses(torch.randn(4, 3, 6)))
+    before = engine.flat_sum.clone()
+    with pytest.raises(UnsupportedOperationError, match="couples the images"):
+        engine.accumulate(lambda: losses(torch.randn(8, 3, 6)))
+    assert torch.equal(engine.flat_sum, before)
+
+
+class Normalised(torch.autograd.Function):
+    """Divides the gradient by its norm over all images."""
+
+    @staticmethod
+    def forward(ctx: object, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+def by_tensor_hook(linear: nn.Linear, tokens: Tensor) -> Tensor:
+    outputs = linear(tokens)
+    outputs.register_hook(lambda gradient: gradient / gradient.norm())
+    return outputs
+
+
+def by_module_hook(linear: nn.Linear, tokens: Tensor) -> Tensor:
+    if not linear._backward_pre_hooks:
+        linear.register_full_backward_pre_hook(lambda _, gs: (gs[0] / gs[0].norm(),))
+    return linear(tokens)
+
+
+def by_function(linear: nn.Linear, tokens: Tensor) -> Tensor:
+    return Normalised.apply(linear(tokens))
+
+
+@pytest.mark.parametrize("two_backwards", [False, True])
+@pytest.mark.parametrize("couple", [by_tensor_hook, by_module_hook, by_function])
+def test_a_backward_that_couples_the_images_is_refused(
+    couple: Callable[[nn.Linear, Tensor], Tensor], two_backwards: bool
+) -> None:
+    linear = nn.Linear(6, 6)
+    engine = ClippedGradientSum(linear, FlatClipping(1.0), two_backwards=two_backwards)
+    tokens = torch.randn(4, 3, 6)
+    for _ in range(2):  # it does not pass for proven after the first refusal
+        with pytest.raises(UnsupportedOperationError, match="depends on the losses of others"):
+            engine.accumulate(lambda: couple(linear, tokens).square().mean((1, 2)))
+        assert engine.flat_sum.count_nonzero() == 0
+
+
+def test_a_backward_hook_that_keeps_the_images_apart_is_accepted() -> None:
+    linear = nn.Linear(6, 6)
+    engine = ClippedGradientSum(linear, FlatClipping(1.0))
+    tokens = torch.randn(5, 3, 6)
+    weights = torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0])
+    tokens[2, 0, 0] = float("inf")
+
+    def losses() -> Tensor:
+        outputs = linear(tokens)
+        outputs.register_hook(lambda gradient: gradient / gradient.norm(dim=(1, 2), keepdim=True))
+        return outputs.square().mean((1, 2))
+
+    engine.accumulate(losses, weights)
+    assert engine.flat_sum.count_nonzero() > 0
