@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -36,6 +38,11 @@ from pipeline.training.settings import PhaseSettings
 _POLL_SECONDS = 1.0
 _NEVER_SECONDS = 1e9
 
+# An elastic group asks only for nodes that Ray believes are there, and has them within seconds.
+# After a lost node that belief is stale, and Ray's own 60 s are most of what shrinking takes.
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+_ELASTIC_START_SECONDS = 15
+
 # What a new attempt would only meet again, at the price of another reservation. Their messages are
 # written for people and name nothing private. (LedgerError and CheckpointError are ValueErrors.)
 _FINAL = (StorageFault, DeliveryError, ValueError)
@@ -63,7 +70,8 @@ def train_under_ray(
     with _Follower(folder, on_window):
         for number in range(settings.phase.resources.max_failures + 1):
             try:
-                _trainer(settings, number).fit()
+                with _start_timeout(settings.phase.resources):
+                    _trainer(settings, number).fit()
                 break
             except Exception as error:
                 reason = _reason(failure) or f"a worker was lost ({type(error).__name__})"
@@ -143,6 +151,23 @@ def _scaling(resources: Resources) -> ray.train.ScalingConfig:
         "elastic_resize_monitor_interval_s": _NEVER_SECONDS,
     }
     return ray.train.ScalingConfig(**fields)
+
+
+@contextmanager
+def _start_timeout(resources: Resources) -> Iterator[None]:
+    """How long an elastic group waits for its nodes before it is planned anew, smaller.
+
+    A group of fixed size may wait for the autoscaler, so Ray's own value holds for it; what the
+    operator has set holds for both.
+    """
+    if not isinstance(resources.workers, tuple) or _START_TIMEOUT in os.environ:
+        yield
+        return
+    os.environ[_START_TIMEOUT] = str(_ELASTIC_START_SECONDS)
+    try:
+        yield
+    finally:
+        del os.environ[_START_TIMEOUT]
 
 
 class _Follower:
