@@ -60,7 +60,7 @@ def test_made_by_name() -> None:
         make_clipping("layerwise", 1.0)
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("bound", [0.0, 1e-12, -1.0, math.nan])
 @pytest.mark.parametrize("name", ["flat", "automatic", "global"])
 def test_a_bound_that_is_none_is_refused(name: str, bound: float) -> None:
     with pytest.raises(ValueError, match="max_grad_norm"):
@@ -70,5 +70,6 @@ def test_a_bound_that_is_none_is_refused(name: str, bound: float) -> None:
 def test_other_bad_values_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         AutomaticClipping(math.inf)
-    with pytest.raises(ValueError, match="gamma"):
-        AutomaticClipping(1.0, gamma=0.0)
+    for gamma in (0.0, 1e-12):
+        with pytest.raises(ValueError, match="gamma must be at least"):
+            AutomaticClipping(1.0, gamma=gamma)
