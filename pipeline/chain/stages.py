@@ -21,7 +21,7 @@ from pipeline.chain.layout import RunLayout, claim_run
 from pipeline.chain.preflight import check_ledgers, check_places
 from pipeline.chain.results import check_evaluation
 from pipeline.data.manifest import DatasetManifest
-from pipeline.data.prepare import PrepareProgress, prepare
+from pipeline.data.prepare import PrepareProgress, close_idle_converters, prepare
 from pipeline.data.shards import StorageFault
 from pipeline.data.stream import StreamConfig, Unit, thread_pool_units
 from pipeline.plan import PhasePlan, declared_num_records, plan_recipe
@@ -120,6 +120,7 @@ def prepare_stage(layout: RunLayout, console: Console, *, use_ray: bool) -> None
             place = f"data.{name}." if str(error).startswith("source=") else f"data.{name}: "
             raise ValueError(f"{place}{error}") from None
         print_prepared(console, name, destination)
+    close_idle_converters()
     check_evaluation(layout)
     _hold_to_budgets(layout, console)
 

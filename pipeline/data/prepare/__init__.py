@@ -21,6 +21,7 @@ from typing import Literal
 from pipeline.data.manifest import DatasetManifest, mark_split
 from pipeline.data.prepare.config import PrepareConfig, PrepareProgress, Progress
 from pipeline.data.prepare.executors import Run, run_with_ray, run_with_threads
+from pipeline.data.prepare.isolation import close_idle_converters
 from pipeline.data.prepare.parts import PARTS, Part, ReadUnit
 from pipeline.data.prepare.selection import (
     SUMMARY_NAME,
@@ -37,6 +38,7 @@ __all__ = [
     "PrepareConfig",
     "PrepareProgress",
     "Progress",
+    "close_idle_converters",
     "has_source_changed",
     "prepare",
     "read_summary",
@@ -72,8 +74,9 @@ def prepare(
         StorageFault: storage cannot be read or written.
 
     Guarantees:
-        1. Content never stops it: every record left out is counted by reason
-           (test_undecodable_records).
+        1. Content never stops it, not even what crashes a decoder: every record left out is counted
+           by reason (test_undecodable_records, test_decoder_crashes). The processes that decode
+           wait for the next call until this process ends, or `close_idle_converters`.
         2. A public dataset is the same whatever private sets exist (test_overlap).
         3. Interrupted and run again, or with another executor or number of workers, it gives the
            same bytes (test_prepare, test_prepare_ray).

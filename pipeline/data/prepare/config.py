@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pipeline.data.prepare.conversion import ConversionRules
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
@@ -76,6 +78,10 @@ class PrepareConfig:
             shares = list(self.splits.values())
             if not is_named or any(s <= 0 for s in shares) or abs(sum(shares) - 1) > 1e-9:
                 refuse("splits", "must map plain names to positive shares that add up to 1")
+
+    def conversion_rules(self) -> ConversionRules:
+        """What decides the stored bytes of one picture."""
+        return ConversionRules(short_side=self.image_short_side, jpeg_quality=self.jpeg_quality)
 
     def digest(self) -> str:
         """SHA-256 (hex) of everything that decides the output bytes."""

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pipeline.data.images import (
-    ImageError,
-    canonical_pixels,
-    decode_image,
-    encode_jpeg,
-    resize_short_side,
-)
+from pipeline.data.images import ImageError
 from pipeline.data.prepare.config import PrepareConfig
+from pipeline.data.prepare.conversion import Converted, convert
+from pipeline.data.prepare.isolation import isolated_converter
 from pipeline.data.sources import RawRecord, Source, SourceUnit
 from pipeline.storage import Location
 
 PARTS = "_parts"
 PART_CHUNK_BYTES = 32 * 2**20
+BATCH_RECORDS = 64
+BATCH_BYTES = 4 * 2**20
 
 PART_SCHEMA = pa.schema(
     [
@@ -69,31 +68,52 @@ class ReadUnit:
                 )
         writer = _PartWriter(self.folder, unit.index)
         left_out: Counter[str] = Counter()
-        for record in self.source.read_unit(unit):
-            try:
-                writer.add(*self._convert(record))
-            except ImageError as error:  # content never stops a prepare
-                left_out[error.reason] += 1
+        for batch in _batches(self.source.read_unit(unit)):
+            for record, found in zip(batch, self._converted(batch), strict=True):
+                if isinstance(found, ImageError):  # content never stops a prepare
+                    left_out[found.reason] += 1
+                else:
+                    writer.add(record, found)
         num_records = writer.close()
         meta = {"stamp": stamp, "num_records": num_records, "left_out": dict(left_out)}
         meta_file.write_text(json.dumps(meta, sort_keys=True))
         return Part(unit=unit.index, num_records=num_records, left_out=dict(left_out))
 
-    def _convert(self, record: RawRecord) -> tuple[RawRecord, bytes, bytes, bytes]:
-        """(record, original digest, pixel digest, stored bytes). Raises ImageError."""
-        if record.content is None:
-            raise ImageError(record.error or "unreadable_file")
-        if isinstance(record.content, bytes):
-            pixels = decode_image(record.content).pixels
-            original = hashlib.sha256(record.content).digest()
-        else:
-            pixels = canonical_pixels(record.content)
-            original = hashlib.sha256(record.content.tobytes()).digest()
-        digest = hashlib.sha256(b"pixels %d %d %d\n" % pixels.shape)
-        digest.update(pixels.data)
-        resized = resize_short_side(pixels, self.config.image_short_side)
-        stored = encode_jpeg(resized, self.config.jpeg_quality)
-        return record, original, digest.digest(), stored
+    def _converted(self, batch: Sequence[RawRecord]) -> list[Converted | ImageError]:
+        """What becomes of each record; encoded bytes are decoded in a process of their own."""
+        rules = self.config.conversion_rules()
+        encoded = [record.content for record in batch if isinstance(record.content, bytes)]
+        decoded: Iterator[Converted | ImageError] = iter(())
+        if encoded:
+            with isolated_converter() as converter:
+                decoded = iter(converter.convert(encoded, rules))
+        results: list[Converted | ImageError] = []
+        for record in batch:
+            if isinstance(record.content, bytes):
+                results.append(next(decoded))
+            elif record.content is None:
+                results.append(ImageError(record.error or "unreadable_file"))
+            else:
+                try:
+                    results.append(convert(record.content, rules))
+                except ImageError as error:
+                    results.append(error)
+        return results
+
+
+def _batches(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:
+    """The records in order, as many at a time as are converted by one call."""
+    batch: list[RawRecord] = []
+    num_bytes = 0
+    for record in records:
+        batch.append(record)
+        content = record.content
+        num_bytes += content.nbytes if isinstance(content, np.ndarray) else len(content or b"")
+        if len(batch) >= BATCH_RECORDS or num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 class _PartWriter:
@@ -105,11 +125,11 @@ class _PartWriter:
         self.chunk: list[bytes] = []
         self.chunk_bytes = self.num_chunks = 0
 
-    def add(self, record: RawRecord, original: bytes, pixels: bytes, stored: bytes) -> None:
-        label = record.label
+    def add(self, record: RawRecord, found: Converted) -> None:
+        label, stored = record.label, found.stored
         row = (
-            original,
-            pixels,
+            found.source_digest,
+            found.pixel_digest,
             record.key.encode("utf-8", "replace").decode(),
             -1 if label is None or not 0 <= label < 2**31 else label,
             self.num_chunks,
