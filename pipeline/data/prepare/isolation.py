@@ -92,8 +92,8 @@ class IsolatedConverter:
             keeper = self._keeper
             self.close()
             raise OSError(
-                f"the process that decodes images ended (exit code {keeper.returncode}); check this "
-                "machine's memory, and that pipeline.data.images can be imported in a new process"
+                f"the process that decodes images ended (exit code {keeper.returncode}); check "
+                "this machine's memory, and that a new process can import pipeline.data.images"
             )
         return answer
 
