@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -64,6 +64,9 @@ class DatasetManifest(BaseModel):
     sources_digest: Sha256Hex | None = None
     config_digest: Sha256Hex | None = None
     created_with: str
+    group_key: str | None = None
+    max_records_per_group: int | None = None
+    """Where the privacy unit is a group: what its records share, and the most of them."""
 
     @model_validator(mode="after")
     def _check_domain(self) -> DatasetManifest:
@@ -80,13 +83,26 @@ class DatasetManifest(BaseModel):
         return self
 
     @property
+    def privacy_unit(self) -> str:
+        """As a Mechanism names it: "record", or "group_of_k" for groups of at most k."""
+        num = self.max_records_per_group
+        return "record" if num is None or num == 1 else f"group_of_{num}"
+
+    @property
     def is_private(self) -> bool:
         """Whether every use of these images must be paid for in a ledger."""
         return self.visibility == "private"
 
     def canonical_json(self) -> str:
         """The manifest as sorted, compact JSON: what `digest` hashes."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+
+    def _content(self) -> dict[str, Any]:
+        content = self.model_dump(mode="json")
+        for name in ("group_key", "max_records_per_group"):
+            if content[name] is None:  # as in manifests from before there were groups
+                del content[name]
+        return content
 
     def digest(self) -> str:
         """SHA-256 (hex) of the canonical JSON: the name of exactly these images and labels."""
@@ -94,7 +110,7 @@ class DatasetManifest(BaseModel):
 
     def save(self, root: Location) -> None:
         """Write `manifest.json` into the dataset's folder; call it after everything else."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1)
+        text = json.dumps(self._content(), sort_keys=True, indent=1)
         (root / MANIFEST_NAME).write_text(text + "\n")
 
     @classmethod

@@ -140,12 +140,15 @@ def test_equal_pictures_are_merged_and_the_first_survives(tmp_path) -> None:
     assert prepare(config_of(folder, deduplicate="none"), kept)[""].num_records == 5
 
 
-def test_deduplication_by_buckets_finds_the_same(tmp_path, image_folder, monkeypatch) -> None:
+def test_deduplication_by_buckets_finds_the_same(
+    tmp_path, image_folder, many_units, monkeypatch
+) -> None:
     folder = image_folder("images", 30)
     for index, path in enumerate(sorted(folder.rglob("*.png"))[::2]):
         shutil.copy(path, folder / "b" / f"copy{index}.png")
     prepare(config_of(folder), Location(str(tmp_path / "one")))
-    monkeypatch.setattr("pipeline.data.prepare.selection.DIGESTS_PER_BUCKET", 5)
+    monkeypatch.setattr("pipeline.data.prepare.exchange.BUCKET_ROWS", 5)
+    monkeypatch.setattr("pipeline.data.prepare.exchange.TASK_RECORDS", 4)
     prepare(config_of(folder), Location(str(tmp_path / "many")))
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
     assert ShardStore(str(tmp_path / "one")).num_records == 30

@@ -174,7 +174,7 @@ def test_metadata_switches_folder_labels_off(tmp_path, kind: str) -> None:
 
 def test_bad_metadata_is_refused(tmp_path) -> None:
     (tmp_path / "1.jpg").write_bytes(jpeg(1))
-    with pytest.raises(ValueError, match="has no metadata to filter by"):
+    with pytest.raises(ValueError, match="has no metadata to read"):
         open_source(f"imagefolder:{tmp_path}", "width > 1")
     for content, message in (("width\n3\n", "without file_name"), ("\xff", "cannot be read")):
         (tmp_path / "metadata.csv").write_bytes(content.encode("latin-1"))
@@ -250,7 +250,7 @@ def test_filters_that_are_more_than_comparisons_are_refused(text: str) -> None:
 
 
 def test_a_filter_needs_metadata() -> None:
-    with pytest.raises(ValueError, match="no metadata to filter by"):
+    with pytest.raises(ValueError, match="no metadata to read"):
         open_source("synthetic:fractals?num_images=4&size=16", "width > 3")
 
 

@@ -4,10 +4,11 @@ Decides once, before any training, which records exist. Three passes:
 
 1. parts.py: every source unit is read, decoded, digested, resized and written as a *part*
    (parallel; a finished part is kept when the job is run again);
-2. selection.py: the digests of all parts decide which records stay, and in which split;
+2. selection.py: the digests of all parts decide which records stay, and in which split
+   (questions.py what is asked of them together, exchange.py how they meet, in parallel);
 3. writing.py: parts are copied into numbered shards (parallel), then the index is written.
 
-Passes 1 and 3 run on a thread pool or as Ray Data tasks (executors.py): the same bytes either way.
+All three run on a thread pool or as Ray Data tasks (executors.py): the same bytes either way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pipeline.data.manifest import DatasetManifest, mark_split
@@ -25,7 +26,7 @@ from pipeline.data.prepare.isolation import close_idle_converters
 from pipeline.data.prepare.parts import PARTS, Part, ReadUnit
 from pipeline.data.prepare.selection import (
     SUMMARY_NAME,
-    foreign_digests,
+    other_sets,
     read_summary,
     select,
 )
@@ -91,8 +92,8 @@ def prepare(
     }
     if len(finished) == len(roots):
         return finished
-    excluded, foreign = foreign_digests(config)
-    source = open_source(config.source, config.where)
+    others = other_sets(config)
+    source = open_source(config.source, config.where, config.group_key)
     units = source.list_units()
     run: Run = functools.partial(run_with_ray, num_cpus=num_workers)
     if executor == "threads":
@@ -105,9 +106,10 @@ def prepare(
             destination,
             parts,
             splits=list(roots),
-            excluded=excluded,
-            foreign=foreign,
+            others=others,
             listing_digest=source.listing_digest(),
+            run=run,
+            progress=_choosing(parts, progress),
         )
         empty = [name or config.name for name, num in summary.num_records.items() if not num]
         if empty:
@@ -161,7 +163,8 @@ def has_source_changed(config: PrepareConfig, destination: Location) -> bool:
         before = read_summary(destination).get("listing_digest")
         return (
             before is not None
-            and before != open_source(config.source, config.where).listing_digest()
+            and before
+            != open_source(config.source, config.where, config.group_key).listing_digest()
         )
     except (OSError, ValueError):
         return False
@@ -198,3 +201,21 @@ def _read_all(
                 )
             )
     return parts
+
+
+def _choosing(parts: Sequence[Part], progress: Progress | None) -> Callable[[int, int], None]:
+    """Reports pass 2."""
+
+    def tell(num_done: int, num_questions: int) -> None:
+        if progress is not None:
+            progress(
+                PrepareProgress(
+                    stage="choosing",
+                    num_done=num_done,
+                    num_units=num_questions,
+                    num_records=sum(part.num_records for part in parts),
+                    num_left_out=sum(sum(part.left_out.values()) for part in parts),
+                )
+            )
+
+    return tell

@@ -25,7 +25,8 @@ class PrepareConfig:
         image_short_side: longer images are shrunk to this short side; smaller ones stay.
         jpeg_quality: of the stored images.
         deduplicate: "exact" merges records with equal decoded pixels. The first in source order
-            survives; it loses its label if a copy carries another one.
+            survives; it loses its label if a copy carries another one. "perceptual" also removes
+            records that look like an earlier one (`questions.NearCopies`), whose label stays.
         exclude: folders of prepared datasets whose pictures are removed from this one.
         other_private: folders of prepared private datasets; if an original file of one of them
             occurs here under another domain, prepare refuses (the same picture would be paid for
@@ -36,6 +37,10 @@ class PrepareConfig:
         split_salt: public text; a record's split is decided by SHA-256(salt, pixel digest).
         records_per_shard: size of a tar.
         where: which images are taken, by their metadata (`sources/where.py`).
+        group_key, max_records_per_group: of a private dataset whose privacy unit is a group of
+            records: what they share (`sources/groups.py`) and how many of them stay, chosen by
+            SHA-256(split_salt, pixel digest). Copies are then merged inside a group only, and a
+            record without a group is left out.
     """
 
     name: str
@@ -46,7 +51,7 @@ class PrepareConfig:
     origin: str = ""
     image_short_side: int = 256
     jpeg_quality: int = 95
-    deduplicate: Literal["exact", "none"] = "exact"
+    deduplicate: Literal["exact", "perceptual", "none"] = "exact"
     exclude: tuple[str, ...] = ()
     other_private: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None
@@ -54,6 +59,8 @@ class PrepareConfig:
     split_salt: str = "dp-pretrain"
     records_per_shard: int = 8_192
     where: str | None = None
+    group_key: str | None = None
+    max_records_per_group: int | None = None
 
     def __post_init__(self) -> None:
         def refuse(name: str, allowed: str) -> None:
@@ -69,8 +76,14 @@ class PrepareConfig:
             refuse("image_short_side", "must lie between 8 and 8192 pixels")
         if not 1 <= self.jpeg_quality <= 100:
             refuse("jpeg_quality", "must lie between 1 and 100")
-        if self.deduplicate not in ("exact", "none"):
-            refuse("deduplicate", "must be exact or none")
+        if self.deduplicate not in ("exact", "perceptual", "none"):
+            refuse("deduplicate", "must be exact, perceptual or none")
+        if (self.group_key is None) != (self.max_records_per_group is None):
+            refuse("group_key", "a group needs both a key and max_records_per_group")
+        if self.group_key is not None and self.visibility == "public":
+            refuse("group_key", "groups are privacy units of private datasets; leave it out")
+        if self.max_records_per_group is not None and self.max_records_per_group < 1:
+            refuse("max_records_per_group", "must be at least 1")
         if self.records_per_shard < 1:
             refuse("records_per_shard", "must be at least 1")
         if self.splits is not None:
@@ -81,13 +94,18 @@ class PrepareConfig:
 
     def conversion_rules(self) -> ConversionRules:
         """What decides the stored bytes of one picture."""
-        return ConversionRules(short_side=self.image_short_side, jpeg_quality=self.jpeg_quality)
+        return ConversionRules(
+            short_side=self.image_short_side,
+            jpeg_quality=self.jpeg_quality,
+            with_perceptual_hash=self.deduplicate == "perceptual",
+        )
 
     def digest(self) -> str:
         """SHA-256 (hex) of everything that decides the output bytes."""
         deciding = {k: v for k, v in asdict(self).items() if k != "other_private"}
-        if self.where is None:  # as before there was one
-            del deciding["where"]
+        for name in ("where", "group_key", "max_records_per_group"):
+            if deciding[name] is None:  # as before there was one
+                del deciding[name]
         text = json.dumps({**deciding, "format": 1}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -96,7 +114,7 @@ class PrepareConfig:
 class PrepareProgress:
     """How far prepare has come; of a private source, for the operator's eyes only."""
 
-    stage: Literal["reading", "writing"]
+    stage: Literal["reading", "choosing", "writing"]
     num_done: int
     num_units: int
     num_records: int

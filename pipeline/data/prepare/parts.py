@@ -22,6 +22,7 @@ from pipeline.data.sources import RawRecord, Source, SourceUnit
 from pipeline.storage import Location
 
 PARTS = "_parts"
+PART_FORMAT = "with groups "
 PART_CHUNK_BYTES = 32 * 2**20
 BATCH_RECORDS = 64
 BATCH_BYTES = 4 * 2**20
@@ -35,6 +36,8 @@ PART_SCHEMA = pa.schema(
         ("chunk", pa.int32()),
         ("offset", pa.int64()),
         ("length", pa.int64()),
+        ("group", pa.binary(16)),
+        ("perceptual_hash", pa.uint64()),
     ]
 )
 
@@ -57,7 +60,7 @@ class ReadUnit:
     source: Source
 
     def __call__(self, unit: SourceUnit) -> Part:
-        text = self.config.digest() + unit.fingerprint()
+        text = PART_FORMAT + self.config.digest() + unit.fingerprint()
         stamp = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
         meta_file = self.folder / f"{unit.index:07d}.json"
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
@@ -135,6 +138,10 @@ class _PartWriter:
             self.num_chunks,
             self.chunk_bytes,
             len(stored),
+            None
+            if record.group is None
+            else hashlib.sha256(record.group.encode("utf-8", "replace")).digest()[:16],
+            found.perceptual_hash,
         )
         for column, value in zip(self.columns.values(), row, strict=True):
             column.append(value)
@@ -159,6 +166,10 @@ class _PartWriter:
         return table.num_rows
 
 
+def _group_digest(group: str) -> bytes:
+    return hashlib.sha256(group.encode("utf-8", "backslashreplace")).digest()[:16]
+
+
 def _part_file(folder: Location, unit: int) -> Location:
     return folder / f"{unit:07d}.arrow"
 
@@ -178,11 +189,12 @@ def read_part(folder: Location, unit: int) -> pa.Table:
     return pa.ipc.open_file(pa.py_buffer(_part_file(folder, unit).read_bytes())).read_all()
 
 
-def digest_column(table: pa.Table, name: str) -> npt.NDArray[np.void]:
-    """A column of 32-byte digests as [n] void scalars, comparable and hashable as bytes."""
+def fixed_column(table: pa.Table, name: str) -> npt.NDArray[np.uint8]:
+    """A column of fixed-size binary without nulls as uint8 [n, width]."""
+    width = table.schema.field(name).type.byte_width
     if table.num_rows == 0:
-        return np.empty(0, "V32")
+        return np.empty((0, width), np.uint8)
     array = table.column(name).combine_chunks()
     flat = np.frombuffer(array.buffers()[1], np.uint8)
-    start = array.offset * 32
-    return flat[start : start + len(array) * 32].reshape(-1, 32).copy().view("V32")[:, 0]
+    start = array.offset * width
+    return flat[start : start + len(array) * width].reshape(-1, width).copy()

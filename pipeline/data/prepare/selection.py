@@ -6,30 +6,60 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from pipeline.data.manifest import DatasetManifest
 from pipeline.data.prepare.config import PrepareConfig
-from pipeline.data.prepare.parts import PARTS, Part, digest_column, read_part, selection_file
-from pipeline.data.shards import ShardStore
+from pipeline.data.prepare.exchange import (
+    Question,
+    Task,
+    Verdicts,
+    ask,
+    plan_tasks,
+    tasks_of_others,
+)
+from pipeline.data.prepare.executors import Run
+from pipeline.data.prepare.parts import PARTS, Part, fixed_column, read_part, selection_file
+from pipeline.data.prepare.questions import (
+    CONFLICT,
+    COPY,
+    EXCLUDED,
+    NEAR,
+    OVER_LIMIT,
+    REMOVING,
+    Copies,
+    ForeignOriginals,
+    GroupLimit,
+    NearCopies,
+    flags_of,
+)
 from pipeline.storage import Location
 
 SUMMARY_NAME = "prepare_summary.json"
-DIGESTS_PER_BUCKET = 16_000_000
 REMOVED = -1
+_REASONS = [
+    (COPY, "duplicate"),
+    (EXCLUDED, "also_in_excluded_set"),
+    (NEAR, "near_duplicate"),
+    (OVER_LIMIT, "over_group_limit"),
+]
 
 
 @dataclass(kw_only=True)
 class Summary:
-    """What became of the source's records: how many stay, by split, and why others do not."""
+    """What became of the source's records: how many stay, by split, and why others do not.
+
+    multiplicities: how many pictures were found twice, three times, and so on.
+    """
 
     num_records: dict[str, int]
     left_out: Counter[str] = field(default_factory=Counter)
+    multiplicities: Counter[int] = field(default_factory=Counter)
     num_label_conflicts: int = 0
     num_labels_dropped: int = 0
 
@@ -40,104 +70,208 @@ def select(
     parts: Sequence[Part],
     *,
     splits: Sequence[str],
-    excluded: set[bytes],
-    foreign: dict[bytes, str],
+    others: OtherSets,
     listing_digest: str,
+    run: Run,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
     """Decide each record's fate and write it beside its part: int32 (split or REMOVED, label).
 
-    Of equal pictures the first in source order stays; it loses its label if a copy has another.
+    Args:
+        others: what the dataset is compared with.
+        run: runs the tasks; the driver holds no record.
+        progress: told how many questions are answered, of how many.
 
-    Equal pictures fall into one bucket by their digest and buckets are looked at one after the
-    other, so that the digests in memory stay bounded.
+    Raises:
+        ValueError: an original file already belongs to another privacy domain.
     """
     folder = destination / PARTS
+    tasks = plan_tasks(parts)
+    questions = _questions(config, folder, others)
+    answers: list[Verdicts] = []
+    for number, question in enumerate(questions):
+        asked = question(tuple(answers))
+        verdicts = ask(asked, [*tasks, *_rows_of_others(asked, others, len(tasks))], folder, run)
+        if isinstance(asked, ForeignOriginals):
+            _refuse_foreign(config, verdicts, tasks, others)
+        else:
+            answers.append(verdicts)
+        if progress is not None:
+            progress(number + 1, len(questions) + 1)
     summary = Summary(num_records=dict.fromkeys(splits, 0))
     for part in parts:
         summary.left_out.update(part.left_out)
-    num_classes = len(config.class_names) if config.class_names is not None else None
-    num_buckets = 1 + sum(part.num_records for part in parts) // DIGESTS_PER_BUCKET
-    duplicates: dict[int, list[int]] = {}
-    unlabelled: dict[int, list[int]] = {}
-    if config.deduplicate == "exact":
-        for bucket in range(num_buckets):
-            _find_duplicates(folder, parts, (bucket, num_buckets), duplicates, unlabelled)
-    bounds = np.cumsum(list(config.splits.values()))[:-1] if config.splits else np.empty(0)
-    for part in parts:
-        table = read_part(folder, part.unit)
-        _refuse_foreign(config, table, foreign)
-        digests = [digest.tobytes() for digest in digest_column(table, "pixel_digest")]
-        labels = np.array(table.column("label").to_numpy(), np.int32, copy=True)
-        fate = np.array([_split_of(d, config.split_salt, bounds) for d in digests], np.int32)
-        is_duplicate = np.zeros(part.num_records, bool)
-        is_duplicate[duplicates.get(part.unit, [])] = True
-        is_excluded = np.array([digest in excluded for digest in digests], bool) & ~is_duplicate
-        has_conflict = np.zeros(part.num_records, bool)
-        has_conflict[unlabelled.get(part.unit, [])] = True
-        is_outside = labels >= (2**31 if num_classes is None else num_classes)
-        fate[is_duplicate | is_excluded] = REMOVED
-        labels[has_conflict | is_outside] = -1
-        summary.left_out["duplicate"] += int(is_duplicate.sum())
-        summary.left_out["also_in_excluded_set"] += int(is_excluded.sum())
-        summary.num_label_conflicts += int((has_conflict & (fate != REMOVED)).sum())
-        summary.num_labels_dropped += int((is_outside & (fate != REMOVED)).sum())
+    for found in run(_Decide(config, folder, tuple(answers)), tasks):
+        summary.left_out.update(found.left_out)
+        summary.multiplicities.update(found.multiplicities)
+        summary.num_label_conflicts += found.num_label_conflicts
+        summary.num_labels_dropped += found.num_labels_dropped
         for split, name in enumerate(splits):
-            summary.num_records[name] += int((fate == split).sum())
-        selection_file(folder, part.unit).write_bytes(np.stack([fate, labels]).tobytes())
+            summary.num_records[name] += found.num_kept[split]
+    if progress is not None:
+        progress(len(questions) + 1, len(questions) + 1)
     summary.left_out = Counter({k: v for k, v in sorted(summary.left_out.items()) if v})
     _write_summary(config, destination, summary, listing_digest)
     return summary
 
 
-def _refuse_foreign(config: PrepareConfig, table: pa.Table, foreign: dict[bytes, str]) -> None:
-    """Raise ValueError if an original file is already paid for by another privacy domain."""
-    originals = (digest.tobytes() for digest in digest_column(table, "source_digest"))
-    domain = next((foreign[digest] for digest in originals if digest in foreign), None)
-    if domain is not None:
-        raise ValueError(
-            f"domain={config.domain!r} of dataset {config.name!r}: some of its original files"
-            f" already belong to privacy domain {domain!r}; prepare them under that domain, so"
-            " that one ledger pays for both uses"
+def _questions(
+    config: PrepareConfig, folder: Location, others: OtherSets
+) -> list[Callable[[tuple[Verdicts, ...]], Question]]:
+    """What is asked, in order; each knows the answers before it."""
+    questions: list[Callable[[tuple[Verdicts, ...]], Question]] = []
+    merges = config.deduplicate != "none"
+    if others.domains:
+        domains = {root: number for number, root in enumerate(others.domains)}
+        questions.append(lambda _: ForeignOriginals(folder=folder, domains=domains))
+    if merges or others.excluded:
+        questions.append(lambda _: Copies(folder=folder, merges=merges))
+    if config.deduplicate == "perceptual":
+        questions.append(lambda answers: NearCopies(folder=folder, earlier=answers))
+    limit = config.max_records_per_group
+    if limit is not None:
+        questions.append(
+            lambda answers: GroupLimit(
+                folder=folder, earlier=answers, limit=limit, salt=config.split_salt
+            )
         )
+    return questions
 
 
-def _find_duplicates(
-    folder: Location,
-    parts: Sequence[Part],
-    bucket_of: tuple[int, int],
-    duplicates: dict[int, list[int]],
-    unlabelled: dict[int, list[int]],
+@dataclass(frozen=True, kw_only=True)
+class OtherSets:
+    """Prepared datasets that a new one is compared with.
+
+    Args:
+        excluded: folder -> N of those whose pictures are left out.
+        domains: folder -> privacy domain of private ones in other domains; `sizes` their N.
+    """
+
+    excluded: dict[str, int]
+    domains: dict[str, str]
+    sizes: dict[str, int]
+
+
+def other_sets(config: PrepareConfig) -> OtherSets:
+    """The datasets that `exclude` and `other_private` name.
+
+    Raises:
+        ValueError: a public dataset would be cleaned by a private one, or one domain would hold
+            records of different privacy units.
+    """
+    excluded: dict[str, int] = {}
+    for uri in config.exclude:
+        manifest = DatasetManifest.load(Location(uri))
+        if config.visibility == "public" and manifest.is_private:
+            raise ValueError(
+                f"exclude={uri} of public dataset {config.name!r} is private: a public set must"
+                " not be chosen by looking at a private one; put the public dataset into the"
+                " private one's exclude instead"
+            )
+        excluded[uri] = manifest.num_records
+    domains: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for uri in config.other_private if config.visibility == "private" else ():
+        manifest = DatasetManifest.load(Location(uri))
+        if not manifest.is_private:
+            continue
+        if manifest.domain != config.domain:
+            domains[uri], sizes[uri] = manifest.domain or "", manifest.num_records
+            continue
+        unit = (config.group_key, config.max_records_per_group)
+        before = (manifest.group_key, manifest.max_records_per_group)
+        if unit != before:
+            raise ValueError(
+                f"group_key={unit[0]!r} and max_records_per_group={unit[1]!r} of dataset"
+                f" {config.name!r}: its domain {config.domain!r} already holds {uri}, prepared"
+                f" with {before[0]!r} and {before[1]!r}; what a domain has paid is paid for one"
+                " kind of privacy unit: prepare both with the same"
+            )
+    return OtherSets(excluded=excluded, domains=domains, sizes=sizes)
+
+
+def _rows_of_others(question: Question, others: OtherSets, first_index: int) -> list[Task]:
+    """The records of other datasets that concern a question, in tasks."""
+    if isinstance(question, Copies):
+        sizes = others.excluded
+    elif isinstance(question, ForeignOriginals):
+        sizes = others.sizes
+    else:
+        return []
+    return tasks_of_others(sizes, first_index)
+
+
+def _refuse_foreign(
+    config: PrepareConfig, verdicts: Verdicts, tasks: Sequence[Task], others: OtherSets
 ) -> None:
-    """Add one bucket's removed rows, and the survivors whose copies have other labels."""
-    bucket, num_buckets = bucket_of
-    columns: list[tuple[npt.NDArray[Any], ...]] = []
-    for order, part in enumerate(parts):
-        table = read_part(folder, part.unit)
-        digests = digest_column(table, "pixel_digest")
-        prefix = digests.view(np.uint64).reshape(-1, 4)[:, 0]
-        rows = np.flatnonzero(prefix % np.uint64(num_buckets) == bucket)
-        labels = np.array(table.column("label").to_numpy(), np.int32, copy=True)
-        columns.append((digests[rows], np.full(len(rows), order), rows, labels[rows]))
-    digests, orders, rows, labels = (
-        np.concatenate(column) for column in zip(*columns, strict=True)
-    )
-    words = digests.view(np.uint64).reshape(-1, 4)
-    # Equal digests next to each other, the first in source order leading each run.
-    ranking = np.lexsort((rows, orders, *words.T))
-    is_copy = np.zeros(len(ranking), bool)
-    is_copy[1:] = (words[ranking[1:]] == words[ranking[:-1]]).all(1)
-    leader = ranking[np.maximum.accumulate(np.where(is_copy, 0, np.arange(len(ranking))))]
-    for position in np.flatnonzero(is_copy).tolist():
-        row, first = int(ranking[position]), int(leader[position])
-        duplicates.setdefault(parts[orders[row]].unit, []).append(int(rows[row]))
-        if labels[row] >= 0 and labels[row] != labels[first]:
-            survivors = unlabelled.setdefault(parts[orders[first]].unit, [])
-            if not survivors or survivors[-1] != int(rows[first]):
-                survivors.append(int(rows[first]))
+    """Raise ValueError if an original file is already paid for by another privacy domain."""
+    for task in tasks:
+        found = verdicts.of(task)
+        if found.num_rows:
+            domain = list(others.domains.values())[found.column("num_copies")[0].as_py()]
+            raise ValueError(
+                f"domain={config.domain!r} of dataset {config.name!r}: some of its original files"
+                f" already belong to privacy domain {domain!r}; prepare them under that domain, so"
+                " that one ledger pays for both uses"
+            )
 
 
-def _split_of(pixel_digest: bytes, salt: str, bounds: npt.NDArray[np.float64]) -> int:
-    hashed = hashlib.sha256(salt.encode() + b"\0" + pixel_digest).digest()
+@dataclass(kw_only=True)
+class _Decided:
+    """What became of a task's records, counted."""
+
+    num_kept: list[int]
+    left_out: Counter[str] = field(default_factory=Counter)
+    multiplicities: Counter[int] = field(default_factory=Counter)
+    num_label_conflicts: int = 0
+    num_labels_dropped: int = 0
+
+
+@dataclass(frozen=True)
+class _Decide:
+    """Writes the selection of a task's parts from the answers about them."""
+
+    config: PrepareConfig
+    folder: Location
+    answers: tuple[Verdicts, ...]
+
+    def __call__(self, task: Task) -> _Decided:
+        config = self.config
+        shares = list((config.splits or {"": 1.0}).values())
+        bounds = np.cumsum(shares)[:-1]
+        num_classes = len(config.class_names) if config.class_names is not None else 2**31
+        decided = _Decided(num_kept=[0] * len(shares))
+        flags_by_unit = flags_of(task, self.answers)
+        for part in task.parts:
+            table, flags = read_part(self.folder, part.unit), flags_by_unit[part.unit]
+            labels = np.array(table.column("label").to_numpy(), np.int32, copy=True)
+            # All of a group is in one split, or else one unit would pay in several of them.
+            column = "pixel_digest" if config.group_key is None else "group"
+            digests = [digest.tobytes() for digest in fixed_column(table, column)]
+            fate = np.array([_split_of(d, config.split_salt, bounds) for d in digests], np.int32)
+            fate[(flags & REMOVING) > 0] = REMOVED
+            stays = fate != REMOVED
+            has_conflict, is_outside = (flags & CONFLICT) > 0, labels >= num_classes
+            labels[has_conflict | is_outside] = -1
+            unexplained = np.ones(len(flags), bool)
+            for bit, reason in _REASONS:
+                is_it = unexplained & ((flags & bit) > 0)
+                decided.left_out[reason] += int(is_it.sum())
+                unexplained &= ~is_it
+            decided.num_label_conflicts += int((has_conflict & stays).sum())
+            decided.num_labels_dropped += int((is_outside & stays).sum())
+            for split in range(len(shares)):
+                decided.num_kept[split] += int((fate == split).sum())
+            content = np.stack([fate, labels]).astype(np.int32).tobytes()
+            selection_file(self.folder, part.unit).write_bytes(content)
+        for answer in self.answers:
+            copies = answer.of(task).column("num_copies").to_numpy()
+            decided.multiplicities.update((copies[copies > 0] + 1).tolist())
+        return decided
+
+
+def _split_of(digest: bytes, salt: str, bounds: npt.NDArray[np.float64]) -> int:
+    hashed = hashlib.sha256(salt.encode() + b"\0" + digest).digest()
     share = int.from_bytes(hashed[:8], "big") / 2**64
     return int(np.searchsorted(bounds, share, side="right"))
 
@@ -151,6 +285,7 @@ def _write_summary(
         "visibility": config.visibility,
         "num_records": {name or config.name: n for name, n in summary.num_records.items()},
         "left_out": dict(summary.left_out),
+        "multiplicities": {str(k): v for k, v in sorted(summary.multiplicities.items())},
         "num_label_conflicts": summary.num_label_conflicts,
         "num_labels_dropped": summary.num_labels_dropped,
         "listing_digest": listing_digest,
@@ -164,27 +299,6 @@ def _write_summary(
             stream.write(text)
     else:
         location.write_text(text)
-
-
-def foreign_digests(config: PrepareConfig) -> tuple[set[bytes], dict[bytes, str]]:
-    """Pixel digests to leave out, and original-byte digests that belong to another domain."""
-    excluded: set[bytes] = set()
-    for uri in config.exclude:
-        store = ShardStore(uri)
-        if config.visibility == "public" and store.manifest.is_private:
-            raise ValueError(
-                f"exclude={uri} of public dataset {config.name!r} is private: a public set must"
-                " not be chosen by looking at a private one; put the public dataset into the"
-                " private one's exclude instead"
-            )
-        excluded.update(digest.tobytes() for digest in store.pixel_digests())
-    foreign: dict[bytes, str] = {}
-    for uri in config.other_private if config.visibility == "private" else ():
-        store = ShardStore(uri)
-        if store.manifest.is_private and store.manifest.domain != config.domain:
-            domain = store.manifest.domain or ""
-            foreign.update((digest.tobytes(), domain) for digest in store.source_digests())
-    return excluded, foreign
 
 
 def read_summary(destination: Location) -> dict[str, Any]:

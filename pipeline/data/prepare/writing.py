@@ -98,6 +98,8 @@ def write_dataset(
         sources_digest=sources.close(),
         config_digest=config.digest(),
         created_with=CREATED_WITH,
+        group_key=config.group_key,
+        max_records_per_group=config.max_records_per_group,
     )
 
 

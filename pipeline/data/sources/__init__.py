@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeline.data.sources.base import IMAGE_SUFFIXES, RawRecord, Source, SourceUnit
+from pipeline.data.sources.groups import GroupKey, RowRules
 from pipeline.data.sources.idx import IdxSource
 from pipeline.data.sources.imagefolder import ImageFolderSource
 from pipeline.data.sources.parquet import ParquetSource
@@ -20,10 +21,12 @@ from pipeline.data.sources.where import Where
 
 __all__ = [
     "IMAGE_SUFFIXES",
+    "GroupKey",
     "IdxSource",
     "ImageFolderSource",
     "ParquetSource",
     "RawRecord",
+    "RowRules",
     "Source",
     "SourceUnit",
     "SyntheticSource",
@@ -33,7 +36,7 @@ __all__ = [
 ]
 
 
-def open_source(uri: str, where: str | None = None) -> Source:
+def open_source(uri: str, where: str | None = None, group_key: str | None = None) -> Source:
     """The source that a URI names.
 
     Args:
@@ -43,13 +46,14 @@ def open_source(uri: str, where: str | None = None) -> Source:
             plain or .gz), `synthetic:FAMILY+FAMILY?num_images=N&size=S&seed=K`. PATH is local or
             any URI that pyarrow reads (`s3://bucket/folder`).
         where: which images are taken, by their metadata (`where.py`).
+        group_key: whose an image is, by its metadata (`groups.py`).
 
     Raises:
-        ValueError: unknown kind, missing path, nothing of that kind there, or a filter that does
-            not fit it.
+        ValueError: unknown kind, missing path, nothing of that kind there, or a filter or
+            group key that does not fit it.
     """
     kind, separator, rest = uri.partition(":")
-    with_metadata: dict[str, Callable[[str, Where | None], Source]] = {
+    with_metadata: dict[str, Callable[[str, RowRules], Source]] = {
         "imagefolder": ImageFolderSource,
         "parquet": ParquetSource,
         "webdataset": WebDatasetSource,
@@ -60,9 +64,11 @@ def open_source(uri: str, where: str | None = None) -> Source:
             f"source={uri!r} is not understood: write KIND:WHERE with KIND one of"
             f" {', '.join([*with_metadata, *without])}, for example imagefolder:/my/photos"
         )
-    rows = None if where is None else Where(where)
+    rules = RowRules(
+        None if where is None else Where(where), None if group_key is None else GroupKey(group_key)
+    )
     if kind in with_metadata:
-        return with_metadata[kind](rest, rows)
-    if rows is not None:
-        raise ValueError(f"where={where!r}: source={uri} has no metadata to filter by; remove it")
+        return with_metadata[kind](rest, rules)
+    if rules:
+        raise ValueError(f"{rules.text}: source={uri} has no metadata to read; remove it")
     return without[kind](rest)

@@ -36,6 +36,8 @@ class RawRecord:
     content: bytes | npt.NDArray[np.uint8] | None
     label: int | None = None
     error: str | None = None
+    group: str | None = None
+    """Whose it is, where the privacy unit is a group of records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class SourceUnit:
     index: int
     name: str
     items: tuple[tuple[str, int | None], ...] = ()
+    groups: tuple[str, ...] = ()
+    """Of each item, where there are groups."""
     start: int = 0
     stop: int = 0
     faults: tuple[tuple[str, str], ...] = ()
@@ -54,9 +58,8 @@ class SourceUnit:
 
     def fingerprint(self) -> str:
         """Text that changes when the unit means other records."""
-        return json.dumps(
-            [self.name, self.items, self.start, self.stop, self.faults, self.num_bytes]
-        )
+        content = [self.name, self.items, self.start, self.stop, self.faults, self.num_bytes]
+        return json.dumps([*content, self.groups] if self.groups else content)
 
 
 class Source(ABC):

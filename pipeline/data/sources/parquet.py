@@ -8,6 +8,7 @@ import posixpath
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +26,8 @@ from pipeline.data.sources.base import (
     require_path,
     told,
 )
-from pipeline.data.sources.where import Where, lowered
+from pipeline.data.sources.groups import NO_RULES, RowRules
+from pipeline.data.sources.where import lowered
 from pipeline.storage import Location
 
 ROWS_PER_BATCH = 64
@@ -45,14 +47,14 @@ class ParquetSource(Source):
     A unit is a row group, read a few rows at a time.
     """
 
-    def __init__(self, spec: str, where: Where | None = None) -> None:
+    def __init__(self, spec: str, rules: RowRules = NO_RULES) -> None:
         path, _, query = spec.partition("?")
         options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(set(options) - {"image", "label"}):
             raise ValueError(
                 f"source=parquet:{spec}: option {unknown[0]!r} is unknown; give image or label"
             )
-        self.root, self.where = Location(path), where
+        self.root, self.rules = Location(path), rules
         require_path(self.root, "parquet")
         if self.root.name.lower().endswith(".parquet"):
             size = self.root.num_bytes()
@@ -77,8 +79,8 @@ class ParquetSource(Source):
         self._image = _image_column(schema, options.get("image"), f"parquet:{spec}")
         self._label = _label_column(schema, options.get("label"), f"parquet:{spec}")
         self.class_names = _class_names(schema, self._label)
-        if where is not None:
-            where.require(schema.names, f"source=parquet:{spec}")
+        if rules:
+            rules.require(schema.names, f"source=parquet:{spec}")
 
     def list_units(self) -> list[SourceUnit]:
         units: list[SourceUnit] = []
@@ -119,8 +121,7 @@ class ParquetSource(Source):
 
     def _columns(self, present: set[str]) -> list[str]:
         named = [self._image, *([self._label] if self._label else []), "status", "key"]
-        if self.where is not None:
-            named += [each for each in present if each.lower() in self.where.names]
+        named += sorted(each for each in present if each.lower() in self.rules.names)
         return list(dict.fromkeys(named))
 
     def _record(self, key: str, file: str, values: dict[str, Any]) -> RawRecord | None:
@@ -128,8 +129,9 @@ class ParquetSource(Source):
             return None
         if values.get("key") is not None:
             key = f"{key}:{values['key']}"
-        if self.where is not None and not self.where.keeps(lowered(values)):
-            return RawRecord(key=key, content=None, error="filtered")
+        why, group = self.rules.judge(lowered(values)) if self.rules else (None, None)
+        if why is not None:
+            return RawRecord(key=key, content=None, error=why)
         label = values.get(self._label) if self._label else None
         if not isinstance(label, int) or isinstance(label, bool):
             label = None
@@ -138,10 +140,10 @@ class ParquetSource(Source):
         if isinstance(image, dict):
             image, path = image.get("bytes"), image.get("path")
         if image is None and path:
-            return self._read_beside(key, file, str(path), label)
+            return replace(self._read_beside(key, file, str(path), label), group=group)
         if not isinstance(image, bytes) or not image:
             return RawRecord(key=key, content=None, label=label, error="no_image")
-        return RawRecord(key=key, content=image, label=label)
+        return RawRecord(key=key, content=image, label=label, group=group)
 
     def _read_beside(self, key: str, file: str, path: str, label: int | None) -> RawRecord:
         """The picture at a path that a row names, which must lie below the file's own folder."""

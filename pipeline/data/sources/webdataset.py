@@ -23,7 +23,8 @@ from pipeline.data.sources.base import (
     suffix_of,
     told,
 )
-from pipeline.data.sources.where import Where, lowered
+from pipeline.data.sources.groups import NO_RULES, RowRules
+from pipeline.data.sources.where import lowered
 from pipeline.data.tars import TarMember, read_tar_members
 from pipeline.storage import Location
 
@@ -33,14 +34,14 @@ class WebDatasetSource(Source):
 
     A sample is a run of members with one key (the name up to the first dot of its base name).
     Its picture is the first member whose suffix names an image, plain suffixes (`jpg`) before
-    compound ones (`seg.png`); its label is in `.cls`, or under "label" in `.json`. `where` filters
-    by the `.json`, which is where img2dataset writes width, height and what LAION says of an image;
+    compound ones (`seg.png`); its label is in `.cls`, or under "label" in `.json`. `rules` read
+    the `.json`, which is where img2dataset writes width, height and what LAION says of an image;
     downloads that failed are in its Parquet files alone, which are not read.
     Source: the WebDataset and img2dataset conventions.
     """
 
-    def __init__(self, path: str, where: Where | None = None) -> None:
-        self.root, self.where = Location(path), where
+    def __init__(self, path: str, rules: RowRules = NO_RULES) -> None:
+        self.root, self.rules = Location(path), rules
         require_path(self.root, "webdataset")
         if suffix_of(self.root.name) in ("tar", "tgz") or self.root.name.lower().endswith(
             ".tar.gz"
@@ -61,8 +62,8 @@ class WebDatasetSource(Source):
                 f"source=webdataset:{self.root} holds no tar: files must end in .tar, .tar.gz or"
                 " .tgz" + told(self._listing.faults)
             )
-        if where is not None:
-            where.require(self._first_metadata(), f"the first image's .json of {self.root}")
+        if rules:
+            rules.require(self._first_metadata(), f"the first image's .json of {self.root}")
 
     def _first_metadata(self) -> dict[str, Any]:
         """Of the first sample that has some; every column must be known there."""
@@ -98,12 +99,12 @@ class WebDatasetSource(Source):
             return
         with stream:
             for number, sample in enumerate(_samples(read_tar_members(stream))):
-                yield _record_of_sample(f"{tar}/{number}", sample, self.where)
+                yield _record_of_sample(f"{tar}/{number}", sample, self.rules)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "root": self.root,
-            "where": self.where,
+            "rules": self.rules,
             "class_names": self.class_names,
             "_tars": [],
         }
@@ -131,7 +132,7 @@ def _samples(members: Iterator[TarMember]) -> Iterator[list[TarMember]]:
         yield sample
 
 
-def _record_of_sample(position: str, sample: list[TarMember], where: Where | None) -> RawRecord:
+def _record_of_sample(position: str, sample: list[TarMember], rules: RowRules) -> RawRecord:
     key = f"{position}:{_split_name(sample[0].name)[0]}"
     by_suffix: dict[str, TarMember] = {}
     for member in sample:
@@ -144,9 +145,11 @@ def _record_of_sample(position: str, sample: list[TarMember], where: Where | Non
     image = by_suffix[images[0]]
     if image.content is None:
         return RawRecord(key=key, content=None, error=image.error)
-    if where is not None and not where.keeps(lowered(_metadata(by_suffix))):
-        return RawRecord(key=key, content=None, error="filtered")
-    return RawRecord(key=key, content=image.content, label=_label_of_sample(by_suffix))
+    why, group = rules.judge(lowered(_metadata(by_suffix))) if rules else (None, None)
+    if why is not None:
+        return RawRecord(key=key, content=None, error=why)
+    label = _label_of_sample(by_suffix)
+    return RawRecord(key=key, content=image.content, label=label, group=group)
 
 
 def _label_of_sample(by_suffix: dict[str, TarMember]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -47,15 +47,6 @@ class Where:
     def keeps(self, row: Row) -> bool:
         """Whether an image with this metadata is taken."""
         return self._keeps(row)
-
-    def require(self, columns: Iterable[str], where: str) -> None:
-        """Raise ValueError unless all columns that are named exist."""
-        known = {column.lower() for column in columns}
-        if missing := sorted(self.names - known):
-            raise ValueError(
-                f"where={self.text!r}: {where} has no column {missing[0]!r}; it has"
-                f" {', '.join(sorted(known)) or 'none'}"
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Where, (self.text,)
