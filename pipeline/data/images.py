@@ -8,6 +8,7 @@ Pixels are uint8 arrays [H, W, C] with C = 1 when all three channels agree, else
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
@@ -36,14 +37,22 @@ MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of RGB
 MAX_IMAGE_BYTES = 256 * 2**20
 MAX_JPEG_SIDE = 65_500
 
-# Formats that Pillow may open, if it was built with them. Left out on purpose: vectors, and those
-# that start programs (EPS).
+# Formats that Pillow may open, if it was built with them (HEIF: where pillow-heif is installed).
+# Left out on purpose: vectors, and those that start programs (EPS).
 Image.init()
+with contextlib.suppress(ImportError):
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
 PILLOW_FORMATS = tuple(
     name
-    for name in ("PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "AVIF", "JPEG", "JPEG2000")
+    for name in (
+        *("PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "AVIF", "HEIF", "JPEG", "JPEG2000"),
+    )
     if name in Image.OPEN
 )
+TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_SAMPLE_FORMAT = 258, 262, 339
+TIFF_WHITE_IS_ZERO, TIFF_UNSIGNED, TIFF_UNDEFINED = 0, 1, 4
 
 # A crop needs 10 tries of (area, aspect), a position (top, left) and a flip.
 NUM_CROP_TRIES = 10
@@ -135,8 +144,8 @@ def canonical_pixels(pixels: Pixels) -> Pixels:
 
 def _decode_jpeg(content: bytes, max_pixels: int) -> Pixels:
     header = _read_jpeg_header(content)
-    if header is None:
-        raise ImageError("truncated_or_damaged")
+    if header is None:  # junk between the markers, over which Pillow may find its way
+        return _decode_with_pillow(content, max_pixels)[0]
     if header.width < 1 or header.height < 1:
         raise ImageError("no_pixels")
     if header.width * header.height > max_pixels:
@@ -240,13 +249,10 @@ def _decode_with_pillow(content: bytes, max_pixels: int) -> tuple[Pixels, str]:
 def _eight_bit(image: Image.Image) -> Pixels:
     """A loaded Pillow image as uint8 [H, W, C] without losing its range."""
     mode = image.mode
-    if mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise ImageError("pixel_range_unknown")
-        return ((values * 255 + 32_767) // 65_535).astype(np.uint8)[:, :, None]
-    if mode == "F":
+    if mode == "F" or not _is_unsigned(image):
         raise ImageError("pixel_range_unknown")
+    if mode.startswith("I"):
+        return _deep_grey(image)[:, :, None]
     if mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         rgba = np.asarray(image.convert("RGBA")).astype(np.int32)
         alpha = rgba[:, :, 3:]
@@ -254,6 +260,35 @@ def _eight_bit(image: Image.Image) -> Pixels:
     if mode in ("L", "1"):
         return np.asarray(image.convert("L"))[:, :, None]
     return np.asarray(image.convert("RGB"))
+
+
+def _is_unsigned(image: Image.Image) -> bool:
+    """Whether a TIFF's numbers are what Pillow takes them for: it reads signed bytes as others."""
+    tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
+    formats = tags.get(TIFF_SAMPLE_FORMAT, (TIFF_UNSIGNED,))
+    return all(each in (TIFF_UNSIGNED, TIFF_UNDEFINED) for each in formats)
+
+
+def _deep_grey(image: Image.Image) -> Pixels:
+    """Grey of more than 8 bits as uint8 [H, W]; Pillow scales all but TIFF to 16 bits."""
+    values = np.asarray(image).astype(np.int64)
+    largest, is_white_zero = 0xFFFF, False
+    if image.format == "TIFF":
+        tags = getattr(image, "tag_v2", {})
+        num_bits = tags.get(TIFF_BITS, (16,))[0]
+        if num_bits > 16:  # nobody fills 32 bits, and how many are meant is not said
+            raise ImageError("pixel_range_unknown")
+        largest = 2**num_bits - 1
+        is_white_zero = tags.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO
+    if values.min() < 0 or values.max() > largest:
+        raise ImageError("pixel_range_unknown")
+    scaled = (values * 255 + largest // 2) // largest
+    transparent = image.info.get("transparency")
+    if is_white_zero:
+        scaled = 255 - scaled
+    if isinstance(transparent, int):
+        scaled[values == transparent] = 255
+    return scaled.astype(np.uint8)
 
 
 def decode_stored(contents: Sequence[bytes]) -> list[Pixels | None]:

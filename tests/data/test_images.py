@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -58,6 +60,53 @@ def test_float_pixels_without_a_stated_range_are_refused() -> None:
     content = encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF")
     with pytest.raises(ImageError, match="pixel_range_unknown"):
         decode_image(content)
+
+
+def grey_tiff(values: np.ndarray, num_bits: int, **fields: int) -> bytes:
+    """A TIFF of one strip, written by hand: Pillow writes none of the odd ones."""
+    if num_bits == 12:
+        digits = "".join(f"{value:03x}" for value in values.ravel())
+        strip = bytes.fromhex(digits)
+    else:
+        strip = values.astype(f"<u{num_bits // 8}").tobytes()
+    height, width = values.shape
+    tags = {256: width, 257: height, 258: num_bits, 259: 1, 262: fields.get("photometric", 1)}
+    tags |= {273: 8, 277: 1, 278: height, 279: len(strip), 339: fields.get("sample_format", 1)}
+    entries = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items())
+    head = b"II*\0" + struct.pack("<I", 8 + len(strip))
+    return head + strip + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize(("num_bits", "photometric"), [(8, 0), (8, 1), (12, 1), (16, 0), (16, 1)])
+def test_tiff_grey_is_scaled_by_its_own_bits_and_white(num_bits: int, photometric: int) -> None:
+    """12 bits were almost black, and 16 bits with white at 0 a negative."""
+    values = np.linspace(0, 2**num_bits - 1, 256).astype(np.int64).reshape(16, 16)
+    grey = decode_image(grey_tiff(values, num_bits, photometric=photometric)).pixels[:, :, 0]
+    expected = np.arange(256).reshape(16, 16)
+    expected = expected if photometric else 255 - expected
+    assert np.abs(grey.astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "sample_format"), [(8, 2), (16, 2), (32, 1), (32, 2)], ids=lambda n: f"{n}"
+)
+def test_numbers_whose_white_is_not_known_are_refused(num_bits: int, sample_format: int) -> None:
+    values = np.arange(256).reshape(16, 16) % 128
+    with pytest.raises(ImageError, match="pixel_range_unknown"):
+        decode_image(grey_tiff(values, num_bits, sample_format=sample_format))
+
+
+def test_the_transparent_grey_of_sixteen_bits_is_white() -> None:
+    values = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    content = encoded(Image.fromarray(values), "PNG")
+    chunk = b"tRNS" + struct.pack(">H", values[2, 3])
+    chunk = struct.pack(">I", 2) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    before_pixels = content.index(b"IDAT") - 4
+    content = content[:before_pixels] + chunk + content[before_pixels:]
+    grey = decode_image(content).pixels[:, :, 0].astype(int)
+    expected = np.arange(256).reshape(16, 16)
+    expected[2, 3] = 255
+    assert np.abs(grey - expected).max() <= 1
 
 
 def test_alpha_is_laid_over_white() -> None:

@@ -21,7 +21,7 @@ from pipeline.storage import Location
 
 IMAGE_SUFFIXES = (
     *("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp", "tif", "tiff"),
-    *("gif", "avif", "jp2"),
+    *("gif", "avif", "jp2", "heic", "heif"),
 )
 GZIP = b"\x1f\x8b"
 LISTING_PAUSES = (0.5, 1.0, 2.0, 4.0)
