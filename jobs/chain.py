@@ -16,7 +16,7 @@ from ray.job_submission import JobSubmissionClient
 
 from pipeline.chain.stages import claim
 from pipeline.chain.terminal import make_console, readable
-from pipeline.cluster.jobs import Stage, follow_stage, parent_runtime_env
+from pipeline.cluster.jobs import Stage, follow_stage, parent_metadata, parent_runtime_env
 from pipeline.cluster.local import require_authentication
 
 
@@ -42,13 +42,15 @@ def main(recipe: str, overrides: tuple[str, ...]) -> None:
         stages.append(Stage(name=phase.name, entrypoint=command, is_done=is_done))
     command = f"python jobs/evaluate.py {rest}"
     stages.append(Stage(name="evaluate", entrypoint=command, is_done=layout.is_complete))
+    told = {"recipe_digest": layout.recipe.digest(), "storage": str(layout.storage)}
+    metadata = told | parent_metadata()
     for stage in stages:
         follow_stage(
             JobSubmissionClient(),
             layout.recipe.name,
             stage,
             runtime_env=parent_runtime_env(),
-            metadata={"recipe_digest": layout.recipe.digest()},
+            metadata=metadata,
             say=console.print,
         )
     console.print(f"All done. Report: {layout.report}")

@@ -105,16 +105,86 @@ def run(recipe: str, overrides: tuple[str, ...]) -> None:
     run_here(_load(recipe, overrides), console)
 
 
+_address = click.option(
+    "--address",
+    envvar="RAY_API_SERVER_ADDRESS",
+    required=True,
+    metavar="URL",
+    help="Of the cluster's dashboard, as in http://127.0.0.1:8265.",
+)
+
+
+@main.command()
+@click.argument("recipe")
+@_set
+@_address
+@click.option(
+    "--shared-paths", is_flag=True, help="Every node mounts the recipe's local paths, as they are."
+)
+@readable
+def submit(recipe: str, overrides: tuple[str, ...], address: str, shared_paths: bool) -> None:
+    """Run all of RECIPE on a Ray cluster; the same command again attaches, or resumes."""
+    from pipeline.cluster.submission import open_client, submit_chain
+
+    loaded = _load(recipe, overrides)
+    done = submit_chain(open_client(address), address, loaded, has_shared_paths=shared_paths)
+    console.print(f"job {done.job}: {'runs already' if done.is_attached else 'submitted'}")
+    for verb in ("status", "logs", "cancel"):
+        console.print(f"  dp-pretrain {verb} {loaded.name} --address {address}")
+
+
+@main.command()
+@click.argument("run_name", metavar="RUN")
+@_address
+@click.option("--stage", default="chain", show_default=True, help="prepare, a phase, evaluate.")
+@readable
+def logs(run_name: str, address: str, stage: str) -> None:
+    """Print what RUN's chain, or one of its stages, printed on the cluster, until it ends."""
+    from pipeline.cluster.submission import log_of, open_client
+
+    for text in log_of(open_client(address), run_name, stage):
+        click.echo(text, nl=False)
+
+
+@main.command()
+@click.argument("run_name", metavar="RUN")
+@_address
+@readable
+def cancel(run_name: str, address: str) -> None:
+    """Stop RUN on the cluster; what is charged stays charged, and `submit` resumes."""
+    from pipeline.cluster.submission import cancel_run, open_client
+
+    ended = cancel_run(open_client(address), run_name, console.print)
+    for job, state in ended.items():
+        console.print(f"job {job}: {state.value.lower()}")
+    if not ended:
+        console.print(f"run {run_name}: none of its jobs is running")
+
+
 @main.command()
 @click.argument("run_name", metavar="RUN")
 @_storage
+@click.option("--address", metavar="URL", help="Tell of its jobs on this cluster, too.")
 @readable
-def status(run_name: str, storage: str) -> None:
+def status(run_name: str, storage: str, address: str | None) -> None:
     """Tell what of RUN is finished."""
     from pipeline.chain.layout import open_run
     from pipeline.chain.status import print_status
 
-    print_status(console, open_run(run_name, storage))
+    if address is None:
+        print_status(console, open_run(run_name, storage))
+        return
+    from pipeline.cluster.submission import chain_storage, job_lines, jobs_of, open_client
+
+    client = open_client(address)
+    jobs = jobs_of(client, run_name)
+    for job, state in job_lines(client, jobs):
+        console.print(f"job {job}: {state}")
+    place = chain_storage(jobs) or storage
+    try:
+        print_status(console, open_run(run_name, place))
+    except (OSError, ValueError) as error:
+        console.print(f"{place} cannot be read from here, so no more is known: {error}")
 
 
 @main.command()

@@ -379,7 +379,7 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         names = [phase.name for phase in self.phases]
-        taken = {"prepare", "evaluate"} & set(names)
+        taken = {"chain", "prepare", "evaluate"} & set(names)
         if taken:
             raise ValueError(
                 f"phases have the names {names}: {sorted(taken)} are stages of the chain"

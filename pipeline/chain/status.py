@@ -6,7 +6,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.chain.layout import RunLayout
+from pipeline.privacy.composition import Charge, epsilon_of_charges
 from pipeline.privacy.ledger import Ledger
+from pipeline.privacy.mechanism import Mechanism
+from pipeline.recipe import Phase
 from pipeline.training.checkpoint import latest_checkpoint, read_facts
 
 
@@ -53,6 +56,20 @@ def _phase_state(layout: RunLayout, name: str) -> str:
         state = f"done ({facts.finished}), {state}"
     if phase.kind == "private" and facts.lineage:
         ledger = Ledger(layout.ledger_home, facts.lineage[-1]["domain"])
-        charged = sum(steps for _, steps in ledger.spent_by(layout.recipe.name, name))
+        spent = ledger.spent_by(layout.recipe.name, name)
+        charged = sum(steps for _, steps in spent)
         state += f"; {charged:,} steps charged"
+        if spent:
+            epsilon = epsilon_of_charges([Charge(*each) for each in spent], spent[0][0].delta)
+            state += f", epsilon {epsilon.value}"
+        if facts.finished is None and spent:
+            num = affordable_restarts(spent[0][0], phase, facts.step, charged)
+            state += f"; its reserve affords {num} more restarts of the worst kind"
     return state
+
+
+def affordable_restarts(mechanism: Mechanism, phase: Phase, step: int, charged: int) -> int:
+    """Restarts that the reserve still pays for, each at its worst: two reservations (2K steps)."""
+    unused = mechanism.max_charged_steps - charged - (phase.steps - step)
+    worst = min(2 * phase.checkpoint_interval, phase.steps)
+    return max(0, unused // worst)

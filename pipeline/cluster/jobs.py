@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 _POLL_SECONDS = 2.0
-_ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
 class StageFailed(RuntimeError):
@@ -48,25 +48,22 @@ def follow_stage(
     Raises:
         StageFailed: if the job ended and the marker is not there.
     """
-    prefix = f"{run}-{stage.name}-"
-    jobs = {job.submission_id: job.status for job in client.list_jobs() if job.submission_id}
-    mine = {job: s for job, s in jobs.items() if job.startswith(prefix) and _number(job, prefix)}
-    running = [job for job, status in mine.items() if status not in _ENDED]
-    if running:
-        job = running[0]
-        say(f"{stage.name}: job {job} is running already; following it")
-    elif stage.is_done():
-        say(f"{stage.name}: done")
-        return
-    else:
-        job = f"{prefix}{len(mine)}"
-        client.submit_job(
-            entrypoint=stage.entrypoint,
-            submission_id=job,
-            runtime_env=dict(runtime_env),
-            metadata={**metadata, "stage": stage.name},
-        )
-        say(f"{stage.name}: submitted as job {job}")
+    job = None
+    while job is None:
+        mine = numbered(client, f"{run}-{stage.name}-")
+        running = [known for known in mine if known.status not in ENDED]
+        if running:
+            job = running[0].submission_id
+            say(f"{stage.name}: job {job} is running already; following it")
+        elif stage.is_done():
+            say(f"{stage.name}: done")
+            return
+        else:
+            job = f"{run}-{stage.name}-{len(mine)}"
+            told = {**metadata, "run": run, "stage": stage.name}
+            job = _submit(client, job, stage.entrypoint, dict(runtime_env), told)
+            if job is not None:
+                say(f"{stage.name}: submitted as job {job}")
     status = _follow(client, job, say)
     if not stage.is_done():
         raise StageFailed(
@@ -75,15 +72,46 @@ def follow_stage(
         )
 
 
+def numbered(client: JobSubmissionClient, prefix: str) -> list[JobDetails]:
+    """The jobs whose id is the prefix and a number."""
+    named = [(job.submission_id or "", job) for job in client.list_jobs()]
+    return [j for name, j in named if name.startswith(prefix) and name[len(prefix) :].isdigit()]
+
+
+def _submit(
+    client: JobSubmissionClient,
+    job: str,
+    entrypoint: str,
+    runtime_env: dict[str, Any],
+    metadata: dict[str, str],
+) -> str | None:
+    """The job's id; None if another chain was first to take it."""
+    try:
+        client.submit_job(
+            entrypoint=entrypoint, submission_id=job, runtime_env=runtime_env, metadata=metadata
+        )
+    except RuntimeError:
+        if any(known.submission_id == job for known in client.list_jobs()):
+            return None
+        raise
+    return job
+
+
 def parent_runtime_env() -> dict[str, Any]:
-    """The working_dir of the job this process runs in, so that child jobs have the same code."""
-    config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    working_dir = config.get("runtime_env", {}).get("working_dir")
-    return {"working_dir": working_dir} if working_dir else {}
+    """Code and environment of the job this process runs in, so that child jobs have the same."""
+    environment = _job_config().get("runtime_env", {})
+    kept = {name: environment.get(name) for name in ("working_dir", "env_vars")}
+    return {name: value for name, value in kept.items() if value}
 
 
-def _number(job: str, prefix: str) -> bool:
-    return job[len(prefix) :].isdigit()
+def parent_metadata() -> dict[str, str]:
+    """By which name the run was asked for, if this process runs in a job that knows."""
+    run = _job_config().get("metadata", {}).get("run")
+    return {"asked_as": run} if run else {}
+
+
+def _job_config() -> dict[str, Any]:
+    return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
 
 
 def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> JobStatus:
@@ -91,10 +119,10 @@ def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -
     while True:
         status = client.get_job_status(job)
         text = client.get_job_logs(job)
-        complete = text if status in _ENDED else text[: text.rfind("\n") + 1]
+        complete = text if status in ENDED else text[: text.rfind("\n") + 1]
         for line in complete[shown:].splitlines():
             say(f"  {line}")
         shown = max(shown, len(complete))
-        if status in _ENDED:
+        if status in ENDED:
             return status
         time.sleep(_POLL_SECONDS)

@@ -15,7 +15,8 @@ import ray.data  # configures its logging when it is imported, so before ours
 import ray.train
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
-_OPEN = "DP_PRETRAIN_ALLOW_OPEN_CLUSTER"
+OPEN_CLUSTER = "DP_PRETRAIN_ALLOW_OPEN_CLUSTER"
+SHARED_PATHS = "DP_PRETRAIN_SHARED_PATHS"
 
 
 @contextmanager
@@ -61,13 +62,13 @@ def require_authentication() -> None:
             nobody else can reach the cluster.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "")
-    if mode.lower() in ("token", "k8s") or os.environ.get(_OPEN) == "1":
+    if mode.lower() in ("token", "k8s") or os.environ.get(OPEN_CLUSTER) == "1":
         return
     raise RuntimeError(
         f"RAY_AUTH_MODE is {mode!r} on this Ray cluster: anybody who reaches its job API runs code "
         "beside the private images. Start every node with RAY_AUTH_MODE=token and a token "
         "(ray get-auth-token --generate; chmod 600 ~/.ray/auth_token), as cluster.yaml does; or, "
-        f"where nobody else can reach it, submit with {_OPEN}=1 in the job's environment"
+        f"where nobody else can reach it, submit with {OPEN_CLUSTER}=1 in the job's environment"
     )
 
 

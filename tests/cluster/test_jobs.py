@@ -66,7 +66,11 @@ def test_submitted_once_and_skipped_when_done() -> None:
     follow(client, said)
     follow(client, said)
     assert [s["submission_id"] for s in client.submitted] == ["demo-private-0"]
-    assert client.submitted[0]["metadata"] == {"recipe_digest": "d", "stage": "private"}
+    assert client.submitted[0]["metadata"] == {
+        "recipe_digest": "d",
+        "run": "demo",
+        "stage": "private",
+    }
     assert said[1:3] == ["  one line", "  another"] and said[-1] == "private: done"
 
 
