@@ -8,6 +8,7 @@ import click
 from pipeline.chain.stages import claim, train_stage
 from pipeline.chain.terminal import make_console, readable
 from pipeline.cluster.local import connected
+from pipeline.cluster.readiness import check_nodes
 from pipeline.training.workers import train_under_ray
 
 
@@ -20,7 +21,9 @@ def main(recipe: str, phase: str, overrides: tuple[str, ...]) -> None:
     """Train the phase from where it stands to its end."""
     console = make_console()
     with connected():
-        train_stage(claim(recipe, overrides, console), phase, console, train_under_ray)
+        layout = claim(recipe, overrides, console)
+        check_nodes(str(layout.storage))
+        train_stage(layout, phase, console, train_under_ray)
 
 
 if __name__ == "__main__":

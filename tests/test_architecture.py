@@ -37,6 +37,7 @@ RAY_FILES = {
     "training/workers.py",
     "cluster/local.py",
     "cluster/jobs.py",
+    "cluster/readiness.py",
     "cluster/submission.py",
 }
 TORCH_FREE = (
